@@ -1,0 +1,171 @@
+"""Which launchers a call uses, and what they can do: decided by an explicit rule, never by what happens to work."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from msa_vendored.errors import UnavailableError
+from msa_vendored.training.errors import ArgumentValueError, NotDeterministicError
+
+if TYPE_CHECKING:
+    from msa_vendored.bundle import MSAKernels
+
+BACKENDS: Final = ("sm100", "sm90", "reference")
+"""Names that ``backend`` accepts beside None."""
+
+TOPK_CHOICES: Final = (4, 8, 16, 32)
+"""Selected blocks per query that the official CSR builder and forward accept."""
+
+HEAD_RATIOS: Final = (1, 2, 4, 8, 16)
+"""Query heads per key/value head that the official forward accepts."""
+
+_CAPABILITY: Final = {"sm100": 10, "sm90": 9}
+
+
+def resolve_backend(backend: str | None, device: torch.device) -> str:
+    """Name of the backend that tensors on ``device`` use.
+
+    The rule, in full. A name is taken at its word. None means: on the CPU ``"reference"``; on a CUDA device of
+    compute capability 10.x ``"sm100"``, of 9.0 ``"sm90"``. Any other device has no kernels, and None is refused
+    there: the reference runs on it too, but only if it is asked for, since it is no substitute for a kernel.
+
+    Args:
+        backend: ``"sm100"``, ``"sm90"``, ``"reference"`` or None.
+        device: where q, k and v are.
+
+    Raises:
+        ArgumentValueError: (a ValueError) an unknown name.
+        UnavailableError: the device has no kernels, or not those that ``backend`` names.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentValueError(
+            "unknown backend",
+            where="backend",
+            expected="None or one of " + ", ".join(repr(name) for name in BACKENDS),
+            got=repr(backend),
+        )
+    if backend == "reference" or (backend is None and device.type == "cpu"):
+        return "reference"
+    own = _kernels_of(device)
+    if own is None or (backend is not None and backend != own):
+        raise UnavailableError(
+            f"no {backend or 'kernel'} backend for this device",
+            where=_device_words(device),
+            expected="CUDA compute capability 10.x for 'sm100', 9.0 for 'sm90'",
+            got=f"backend={backend!r}",
+            next_command='pass backend="reference" to compute the same in PyTorch',
+        )
+    return own
+
+
+def _kernels_of(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == _CAPABILITY["sm100"]:
+        return "sm100"
+    return "sm90" if (major, minor) == (_CAPABILITY["sm90"], 0) else None
+
+
+def _device_words(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"device {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"device {device}, {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def bind_kernels(backend: str) -> MSAKernels:
+    """The five launchers of a resolved backend.
+
+    Raises:
+        UnavailableError: they cannot be bound on this host; the message ends with the way to the reference.
+    """
+    from msa_vendored.bundle import kernels
+
+    try:
+        return kernels() if backend == "sm100" else kernels(backend=backend)
+    except UnavailableError as error:
+        if backend == "reference":
+            raise
+        raise UnavailableError(
+            f"the {backend} launchers cannot be bound: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            got=error.got,
+            next_command=f'{error.next_command or "see the error above"}; or pass backend="reference"',
+        ) from error
+
+
+def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_scale: float) -> None:
+    """Refuse a call that the backend has no kernels for, before anything is launched.
+
+    The reference takes every head dimension, float32 and float64 too, and any finite softmax scale. SM100 is built
+    for MiniMax-M3's shape, and its ``run_backward`` has the scale built in.
+
+    Raises:
+        ArgumentValueError: (a ValueError) one of the numbers differs.
+    """
+    if not math.isfinite(softmax_scale):
+        raise ArgumentValueError(
+            "softmax_scale must be finite", where="softmax_scale", expected="a finite number", got=str(softmax_scale)
+        )
+    if backend != "sm100":
+        return
+    limits = (
+        ("q.dtype", torch.bfloat16, q.dtype),
+        ("query heads", 64, q.shape[1]),
+        ("key/value heads", 4, k.shape[1]),
+        ("head dimension", 128, q.shape[2]),
+        ("blocks per query", 16, topk),
+        ("softmax_scale", 128**-0.5, softmax_scale),
+    )
+    for name, expected, got in limits:
+        if expected != got:
+            raise ArgumentValueError(
+                f"the sm100 backend does not support this {name}",
+                where=name,
+                expected=str(expected),
+                got=str(got),
+                next_command='use the shape it is built for, or pass backend="reference"',
+            )
+
+
+def require_determinism(backend: str) -> None:
+    """Refuse kernels that accumulate with atomics while deterministic algorithms are asked for.
+
+    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves. With
+    ``warn_only`` this warns, as PyTorch's operators do.
+
+    Raises:
+        NotDeterministicError: (a NotImplementedError) the backend has no deterministic kernels.
+    """
+    if backend == "reference" or not torch.are_deterministic_algorithms_enabled():
+        return
+    what = f"sparse_attention has no deterministic {backend} kernels: they accumulate dq, dk and dv with atomics"
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        warnings.warn(what, stacklevel=2)
+        return
+    raise NotDeterministicError(
+        what,
+        where=f"backend {backend!r}",
+        expected="torch.use_deterministic_algorithms(False) or warn_only=True",
+        got="deterministic algorithms enabled",
+        next_command='pass backend="reference", or switch deterministic algorithms off',
+    )
+
+
+@contextmanager
+def on_device_of(tensor: Tensor) -> Iterator[None]:
+    """Make the tensor's GPU the current device: the official CSR extension launches on the current one."""
+    if tensor.device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(tensor.device):
+        yield

@@ -1,0 +1,134 @@
+"""Sessions of msa_vendored: ``nox -s build`` makes and proves the wheel, ``nox -s tests`` tests what it installed.
+
+The work is in ``msa_vendored/vendoring``; each session only sets up an environment and calls it. Arguments after
+``--`` go to the command: ``nox -s build -- --pin minimax-e2ebe765 --from ~/MSA``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "build", "tests"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+BUILD_REQUIRES = PROJECT["build-system"]["requires"]
+
+# Keeps the current folder off sys.path, in subprocesses of the tests too: the checkout has no patched tree.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
+
+def run_vendoring(session: nox.Session, command: str, *arguments: str) -> None:
+    """Run one command of the build-time tools from the checkout."""
+    session.run("python", "-m", "msa_vendored.vendoring", command, *arguments, *session.posargs)
+
+
+def install_group(session: nox.Session, name: str, *options: str) -> None:
+    """Install one dependency group of pyproject.toml, so that versions stand in one place."""
+    session.install(*options, *nox.project.dependency_groups(PROJECT, name))
+
+
+def install_test_environment(session: nox.Session) -> None:
+    """Install what the tests import; no msa_vendored yet."""
+    install_group(session, "test")
+    install_group(session, "test-no-deps", "--no-deps")
+
+
+def install_wheel(session: nox.Session) -> None:
+    """Build the wheel of this checkout and install it; a warm build takes two seconds, a stale wheel hides errors."""
+    folder = Path(session.create_tmp()) / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
+    (wheel,) = folder.glob("*.whl")
+    session.install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
+
+
+@nox.session(reuse_venv=True)
+def vendor(session: nox.Session) -> None:
+    """Put the pinned MSA into third_party/msa/<pin>/ [-- --pin ID] [--from WHAT] [--offline] [--refresh]."""
+    run_vendoring(session, "vendor")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Vendor, verify, patch, rewrite, build the wheel, install it in an empty environment, prove it.
+
+    The environment is never reused: a stale one would hide a missing requirement.
+    """
+    session.install(*BUILD_REQUIRES)
+    run_vendoring(session, "build")
+
+
+@nox.session(reuse_venv=True)
+def tests(session: nox.Session) -> None:
+    """Build the wheel, install it with what it needs, and run the tests against it [-- pytest arguments]."""
+    install_test_environment(session)
+    install_wheel(session)
+    session.run("pytest", "-m", "not gpu", *session.posargs, env=SAFE_PATH)
+
+
+@nox.session(reuse_venv=True)
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device; fails where there is none."""
+    install_test_environment(session)
+    install_wheel(session)
+    session.run("pytest", "-m", "gpu", *session.posargs, env=SAFE_PATH)
+
+
+@nox.session(reuse_venv=True)
+def verify(session: nox.Session) -> None:
+    """Report all drift in lock, patches and trees [-- --red-green [--patch NAME]]: each patch's test both ways."""
+    session.install(*BUILD_REQUIRES)
+    if "--red-green" in session.posargs:
+        install_test_environment(session)
+    run_vendoring(session, "verify")
+
+
+@nox.session(reuse_venv=True)
+def lock(session: nox.Session) -> None:
+    """Write the digests of the patches into third_party/msa.lock.toml, after a reviewed change of a patch."""
+    session.install(*BUILD_REQUIRES)
+    run_vendoring(session, "lock")
+
+
+@nox.session(reuse_venv=True)
+def rebase(session: nox.Session) -> None:
+    """Move the patches to another pin [-- --to WHAT | --continue | --skip PATCH | --abort]: see docs/upgrade.md."""
+    session.install(*BUILD_REQUIRES)
+    run_vendoring(session, "rebase")
+
+
+@nox.session(reuse_venv=True)
+def patch(session: nox.Session) -> None:
+    """Make, refresh, drop or list patches [-- new NAME | refresh NAME | drop NAME | list]: see docs/upgrade.md."""
+    session.install(*BUILD_REQUIRES)
+    run_vendoring(session, "patch")
+
+
+@nox.session(reuse_venv=True)
+def repro(session: nox.Session) -> None:
+    """Build twice under different umask, folder, time zone and locale; the wheels must be equal byte for byte."""
+    session.install(*BUILD_REQUIRES)
+    run_vendoring(session, "repro")
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and types; [-- --fix] repairs what ruff can."""
+    install_group(session, "lint")
+    fix = ["--fix"] if "--fix" in session.posargs else []
+    session.run("ruff", "check", *fix, ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("mypy")
+
+
+@nox.session(reuse_venv=True)
+def clean_tree(session: nox.Session) -> None:
+    """Fail if a session left anything in the checkout that git would show."""
+    status = session.run("git", "status", "--porcelain", external=True, silent=True)
+    if status:
+        session.error(f"the checkout is not clean:\n{status}")

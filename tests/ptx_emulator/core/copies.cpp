@@ -1,0 +1,343 @@
+// Asynchronous copies: cp.async, bulk copies, tensor copies (TMA), and the queue of all asynchronous work.
+#include <algorithm>
+#include "machine.h"
+
+u64 reduce_value(u32 type, u32 op, u64 old, u64 value);
+
+std::pair<u32, u32> Cta::begin_async(u32 type, u32 warp, const View& view) {
+  if (!checks(CHECK_RACES)) return {warps_count, 1};
+  for (u32 agent = warps_count; agent < agents_.size(); agent++) {
+    Agent& a = agents_[agent];
+    if (a.type == type && a.warp == warp && view.seen.covers(agent, a.clock)) return {agent, ++a.clock};
+  }
+  agents_.push_back({type, warp, 1});
+  pipes_.emplace_back();
+  return {(u32)agents_.size() - 1, 1};
+}
+
+void Cta::issue(AsyncOp&& op) {
+  if (launch.config.schedule == EAGER) execute(op);
+  else queue.push_back(std::move(op));
+}
+
+void Cta::execute(AsyncOp& op) {
+  launch.stats.async_ops++;
+  switch (op.work) {
+    case Work::TENSOR_LOAD: case Work::TENSOR_STORE: run_tensor_copy(op); break;
+    case Work::BULK_LOAD: case Work::BULK_STORE: run_bulk(op); break;
+    case Work::MMA: order_pipe(op); run_mma(op); break;
+    case Work::TMEM_COPY: order_pipe(op); run_tmem_copy(op); break;
+    case Work::COMMIT: {
+      order_pipe(op);
+      View view = pipes_[op.agent];
+      arrive(op.barrier, 1, view, op.pc, agent_code(AGENT_TENSOR, op.warp), true);
+      break;
+    }
+    case Work::COPY: run_copy(op); break;
+    case Work::COPY_ARRIVE: arrive(op.barrier, 1, op.view, op.pc, agent_code(AGENT_WARP, op.warp)); break;
+  }
+}
+
+// What the tensor pipe of one warp does stays in order, and so do cp.async and the arrival after it.
+bool Cta::eligible(size_t position) const {
+  auto in_pipe = [](const AsyncOp& op) {
+    return op.work == Work::MMA || op.work == Work::COMMIT || op.work == Work::TMEM_COPY;
+  };
+  const AsyncOp& op = queue[position];
+  if (in_pipe(op)) {
+    for (size_t i = 0; i < position; i++)
+      if (in_pipe(queue[i]) && queue[i].warp == op.warp) return false;
+  } else if (op.work == Work::COPY_ARRIVE) {
+    for (size_t i = 0; i < position; i++)
+      if (queue[i].work == Work::COPY && queue[i].warp == op.warp && queue[i].lane == op.lane) return false;
+  }
+  return true;
+}
+
+bool Cta::drain_one(bool randomly) {
+  if (queue.empty()) return false;
+  size_t chosen = 0;
+  if (randomly) {
+    std::vector<size_t> candidates;
+    for (size_t i = 0; i < queue.size() && i < 64; i++)
+      if (eligible(i)) candidates.push_back(i);
+    chosen = candidates[random() % candidates.size()];
+  }
+  AsyncOp op = std::move(queue[chosen]);
+  queue.erase(queue.begin() + (long)chosen);
+  execute(op);
+  return true;
+}
+
+void Cta::issue_copy(Warp& w, const Instr& i, const s32* o, u32 m) {
+  EACH_LANE(m) {
+    AsyncOp op{Work::COPY};
+    op.warp = w.id, op.lane = lane, op.pc = w.pc, op.group = w.copy_group[lane];
+    op.shared = shared_address(w, o[0], lane, i.imm);
+    op.global = lane_address(w, o[1], lane, i.b);
+    op.bytes = (u32)i.a;
+    op.bytes_read = o[2] >= 0 ? std::min(reg(w, o[2])[lane], op.bytes) : op.bytes;
+    check_shared(op.shared, op.bytes, "cp.async");
+    if (op.shared % op.bytes) fault_at("misaligned", SPACE_SHARED, op.shared, printed("cp.async of %u B", op.bytes));
+    if (op.bytes_read && op.global % op.bytes)
+      fault_at("misaligned", SPACE_GLOBAL, op.global, printed("cp.async of %u B", op.bytes));
+    if (checks(CHECK_RACES)) {
+      Actor who = actor(w);
+      who.clock = PENDING;
+      shadow_shared(op.shared, op.bytes, true, who);
+      w.pending_copies.push_back({op.shared, op.bytes, op.group});
+    }
+    if (op.bytes_read) {
+      global_pointer(op.global, op.bytes_read, "cp.async");
+      shadow_global(op.global, op.bytes_read, false, actor(w));
+    }
+    issue(std::move(op));
+  }
+}
+
+void Cta::run_copy(AsyncOp& op) {
+  memset(&shared_[op.shared], 0, op.bytes);
+  if (op.bytes_read) memcpy(&shared_[op.shared], global_pointer(op.global, op.bytes_read, "cp.async"), op.bytes_read);
+  memset(&shared_init_[op.shared], 1, op.bytes);
+  launch.stats.async_bytes += op.bytes;
+  progress++;
+}
+
+void Cta::issue_copy_arrive(Warp& w, const Instr& i, const s32* o, u32 m) {
+  if (checks(CHECK_RACES)) {
+    for (const auto& copy : w.pending_copies) shared_shadow_.settle(copy.address, copy.bytes, w.id, w.now);
+    w.pending_copies.clear();
+  }
+  EACH_LANE(m) {
+    AsyncOp op{Work::COPY_ARRIVE};
+    op.warp = w.id, op.lane = lane, op.pc = w.pc;
+    op.barrier = shared_address(w, o[0], lane, i.imm);
+    if (checks(CHECK_RACES)) op.view = w.view;
+    // Without .noinc the arrival is counted in now, so that the operation as a whole leaves the count as it was.
+    if (!i.a) barrier_at(op.barrier, w.pc, w.view, agent_code(AGENT_WARP, w.id), false).pending++;
+    issue(std::move(op));
+  }
+  tick(w);
+}
+
+void Cta::wait_copies(Warp& w, const Instr& i, u32 m) {
+  const bool all = i.b;
+  auto complete = [&](u32 lane, u32 group) { return all || (s64)group < (s64)w.copy_group[lane] - i.a; };
+  if (!queue.empty()) {
+    std::deque<AsyncOp> kept;
+    for (AsyncOp& op : queue)
+      if (op.work == Work::COPY && op.warp == w.id && (m >> op.lane & 1) && complete(op.lane, op.group)) execute(op);
+      else kept.push_back(std::move(op));
+    queue.swap(kept);
+  }
+  if (!checks(CHECK_RACES)) return;
+  u32 oldest = ~0u;
+  EACH_LANE(m) oldest = std::min(oldest, w.copy_group[lane]);
+  std::vector<Warp::PendingCopy> kept;
+  for (const auto& copy : w.pending_copies)
+    if (all || (s64)copy.group < (s64)oldest - i.a) shared_shadow_.settle(copy.address, copy.bytes, w.id, w.now);
+    else kept.push_back(copy);
+  w.pending_copies.swap(kept);
+}
+
+void Cta::issue_bulk(Warp& w, const Instr& i, const s32* o, u32 m) {
+  const bool load = i.kind == KIND_TMA_LOAD || i.kind == KIND_BULK_LOAD;
+  const bool tensor = i.kind == KIND_TMA_LOAD || i.kind == KIND_TMA_STORE;
+  EACH_LANE(m) {
+    AsyncOp op{tensor ? load ? Work::TENSOR_LOAD : Work::TENSOR_STORE : load ? Work::BULK_LOAD : Work::BULK_STORE};
+    op.warp = w.id, op.lane = lane, op.pc = w.pc, op.group = w.bulk_group[lane];
+    op.shared = shared_address(w, o[0], lane, i.imm);
+    s32 at = 1;
+    if (load) op.barrier = shared_address(w, o[at++], lane, i.b);
+    op.global = lane_address(w, tensor ? o[at] | 1 : o[at], lane, tensor ? 0 : i.c);
+    at++;
+    if (tensor) {
+      op.rank = (u32)i.a;
+      for (u32 d = 0; d < op.rank; d++) op.coordinates[d] = (s32)reg(w, o[at + (s32)d])[lane];
+      if (!load) op.reduction = (u32)i.b;
+    } else {
+      op.bytes = reg(w, o[at])[lane];
+      if (!load) op.reduction = (u32)i.a, op.type = (u32)i.b;
+    }
+    std::tie(op.agent, op.clock) = begin_async(load ? AGENT_LOAD : AGENT_STORE, w.id, w.view);
+    if (checks(CHECK_RACES)) op.view = w.view;
+    if (!load) w.pending_bulk.push_back({op.agent, op.clock, op.group, lane, w.pc});
+    issue(std::move(op));
+  }
+  tick(w);
+}
+
+void Cta::wait_bulk(Warp& w, const Instr& i, u32 m) {
+  auto complete = [&](u32 lane, u32 group) {
+    return (m >> lane & 1) && (s64)group < (s64)w.bulk_group[lane] - i.a;
+  };
+  for (size_t k = 0; k < queue.size();) {
+    AsyncOp& queued = queue[k];
+    bool store = queued.work == Work::TENSOR_STORE || queued.work == Work::BULK_STORE;
+    if (store && queued.warp == w.id && complete(queued.lane, queued.group)) {
+      AsyncOp op = std::move(queued);
+      queue.erase(queue.begin() + (long)k);
+      execute(op);
+    } else {
+      k++;
+    }
+  }
+  std::vector<Warp::PendingBulk> kept;
+  for (const auto& bulk : w.pending_bulk)
+    if (complete(bulk.lane, bulk.group)) w.view.set_both(bulk.agent, bulk.clock);
+    else kept.push_back(bulk);
+  w.pending_bulk.swap(kept);
+}
+
+TensorMap decode_tensor_map(const u64* words, u32 rank) {
+  static const u32 sizes[16] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 8, 2, 4, 4, 0, 0, 0};
+  TensorMap map{};
+  u32 fields = (u32)words[1];
+  map.base = words[0];
+  map.format = (fields >> 7) & 15;
+  map.swizzle = (fields >> 13) & 3;
+  map.rank = ((fields >> 4) & 7) + 1;
+  if (map.rank != rank) FAULT("tensor-map", "tensor map of rank %u used by an instruction of rank %u", map.rank, rank);
+  map.element_bytes = sizes[map.format];
+  if (!map.element_bytes) FAULT("tensor-map", "element format %u of the tensor map is not known", map.format);
+  const u64 mask = 0xffffffffull;
+  map.stride[0] = map.element_bytes;
+  map.stride[1] = (words[1] >> 32) * 16;
+  map.stride[2] = (words[2] & mask) * 16;
+  map.stride[3] = (words[2] >> 32) * 16;
+  map.stride[4] = (words[3] & mask) * 16;
+  u64 upper = words[3] >> 32;
+  for (u32 d = 1; d < 5; d++) map.stride[d] += ((upper >> (4 * (d - 1))) & 15) << 36;
+  for (u32 d = 0; d < 4; d++) map.dim[d] = (u32)(words[4 + d / 2] >> (32 * (d % 2))) + 1;
+  map.dim[4] = (u32)words[6] + 1;
+  map.box[0] = ((words[6] >> 56) & 255) + 1;
+  for (u32 d = 1; d < 5; d++) map.box[d] = d < rank ? ((words[7] >> (8 * (d - 1))) & 255) + 1 : 1;
+  return map;
+}
+
+void Cta::finish_load(AsyncOp& op, u32 bytes) {
+  View view = op.view;
+  view.set_both(op.agent, op.clock);
+  change_tx(op.barrier, bytes, false, view, op.pc, agent_code(AGENT_LOAD, op.warp), true);
+}
+
+// The formats of a tensor map as types of reduce_value.
+static u32 reduction_type(u32 format) {
+  enum { U32 = 0, S32 = 1, F32 = 2, U64 = 3, S64 = 4, BF16 = 10, F16 = 11 };
+  switch (format) {
+    case 2: return U32;
+    case 3: return S32;
+    case 4: return U64;
+    case 5: return S64;
+    case 6: return F16;
+    case 7: return F32;
+    case 10: return BF16;
+  }
+  FAULT("tensor-map", "reduction of element format %u", format);
+}
+
+void Cta::run_tensor_copy(AsyncOp& op) {
+  global_pointer(op.global, 128, "tensor map");
+  if (op.global % 64) fault_at("misaligned", SPACE_GLOBAL, op.global, "tensor map not at a multiple of 64 B");
+  const TensorMap map = decode_tensor_map((const u64*)op.global, op.rank);
+  const bool load = op.work == Work::TENSOR_LOAD;
+  const u32 row_bytes = map.box[0] * map.element_bytes;
+  const u32 total = row_bytes * map.box[1] * map.box[2] * map.box[3] * map.box[4];
+  const u32 span = map.swizzle ? 16u << map.swizzle : ~0u;
+  if (op.shared % 128) fault_at("misaligned", SPACE_SHARED, op.shared, "tensor copy not at a multiple of 128 B");
+  if (row_bytes > span || row_bytes % 16)
+    FAULT("tensor-map", "box rows of %u B: a multiple of 16 within the swizzle span expected", row_bytes);
+  check_shared(op.shared, total, "tensor copy");
+  launch.stats.async_bytes += total;
+  Actor who = async_actor(op);
+  s32 name = agent_code(load ? AGENT_LOAD : AGENT_STORE, op.warp);
+  shadow_shared(op.shared, total, load, who);
+  if (!load) check_shared_init(op.shared, total, "tensor store", op.pc, name);
+  u32 place = op.shared;
+  u32 at[5] = {0, 0, 0, 0, 0};
+  const u32 rows = total / row_bytes;
+  for (u32 row = 0; row < rows; row++, place += row_bytes) {
+    bool inside = true;
+    u64 base = map.base;
+    for (u32 d = 1; d < op.rank; d++) {
+      s64 coordinate = (s64)op.coordinates[d] + at[d];
+      inside = inside && coordinate >= 0 && coordinate < (s64)map.dim[d];
+      base += (u64)(coordinate * (s64)map.stride[d]);
+    }
+    // The part of the row that lies inside the tensor.
+    s64 from = std::clamp<s64>(-(s64)op.coordinates[0], 0, map.box[0]);
+    s64 to = std::clamp<s64>((s64)map.dim[0] - op.coordinates[0], from, map.box[0]);
+    if (!inside) from = to = 0;
+    const u32 begin = (u32)from * map.element_bytes, end = (u32)to * map.element_bytes;
+    u64 global = base + (u64)((s64)op.coordinates[0] * map.element_bytes);
+    u8* data = nullptr;
+    if (end > begin) {
+      data = global_pointer(global + begin, end - begin, load ? "tensor load" : "tensor store") - begin;
+      if (load || !op.reduction) {
+        shadow_global(global + begin, end - begin, !load, who);
+      } else {
+        Actor atomic = who;
+        atomic.atomic = true;
+        shadow_global(global + begin, end - begin, true, atomic);
+      }
+    }
+    for (u32 chunk = 0; chunk < row_bytes; chunk += 16) {
+      u8* cell = &shared_[swizzle_address(place + chunk, map.swizzle)];
+      u32 low_byte = std::max(chunk, begin), high_byte = std::min(chunk + 16, end);
+      if (load) {
+        memset(cell, 0, 16);
+        if (high_byte > low_byte) memcpy(cell + (low_byte - chunk), data + low_byte, high_byte - low_byte);
+        memset(&shared_init_[(size_t)(cell - shared_.data())], 1, 16);
+      } else if (high_byte > low_byte) {
+        if (!op.reduction) memcpy(data + low_byte, cell + (low_byte - chunk), high_byte - low_byte);
+        else
+          reduce_global(data + low_byte, cell + (low_byte - chunk), high_byte - low_byte, reduction_type(map.format),
+                        op.reduction - 1);
+      }
+    }
+    for (u32 d = 1; d < 5; d++) {
+      if (++at[d] < map.box[d]) break;
+      at[d] = 0;
+    }
+  }
+  if (load) finish_load(op, total);
+  progress++;
+}
+
+void Cta::reduce_global(u8* target, const u8* source, u32 bytes, u32 type, u32 op) {
+  static const u32 sizes[] = {4, 4, 4, 8, 8, 4, 8, 4, 4, 8, 2, 2};
+  for (u32 at = 0; at < bytes; at += sizes[type]) {
+    u64 old = 0, value = 0;
+    memcpy(&old, target + at, sizes[type]);
+    memcpy(&value, source + at, sizes[type]);
+    u64 result = reduce_value(type, op, old, value);
+    memcpy(target + at, &result, sizes[type]);
+  }
+}
+
+void Cta::run_bulk(AsyncOp& op) {
+  // BULK_TYPES of handlers_async.py as types of reduce_value.
+  static const u32 types[] = {0, 2, 11, 10, 0, 1, 3, 9, 5};
+  const bool load = op.work == Work::BULK_LOAD;
+  if (!op.bytes || op.bytes % 16) FAULT("misaligned", "bulk copy of %u B, no multiple of 16", op.bytes);
+  if (op.shared % 16) fault_at("misaligned", SPACE_SHARED, op.shared, "bulk copy not at a multiple of 16 B");
+  if (op.global % 16) fault_at("misaligned", SPACE_GLOBAL, op.global, "bulk copy not at a multiple of 16 B");
+  check_shared(op.shared, op.bytes, "bulk copy");
+  u8* data = global_pointer(op.global, op.bytes, "bulk copy");
+  launch.stats.async_bytes += op.bytes;
+  Actor who = async_actor(op);
+  shadow_shared(op.shared, op.bytes, load, who);
+  if (load) {
+    shadow_global(op.global, op.bytes, false, who);
+    memcpy(&shared_[op.shared], data, op.bytes);
+    memset(&shared_init_[op.shared], 1, op.bytes);
+    finish_load(op, op.bytes);
+  } else {
+    check_shared_init(op.shared, op.bytes, "bulk store", op.pc, agent_code(AGENT_STORE, op.warp));
+    who.atomic = op.reduction != 0;
+    shadow_global(op.global, op.bytes, true, who);
+    if (!op.reduction) memcpy(data, &shared_[op.shared], op.bytes);
+    else reduce_global(data, &shared_[op.shared], op.bytes, types[op.type], op.reduction - 1);
+  }
+  progress++;
+}

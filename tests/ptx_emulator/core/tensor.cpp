@@ -1,0 +1,374 @@
+// tcgen05: tensor memory and the matrix instructions that use it.
+#include <algorithm>
+#include "machine.h"
+
+namespace {
+constexpr u32 K_BYTES = 32;  // both operand kinds take 32 bytes of K an instruction
+enum { SHAPE_32x32b, SHAPE_16x64b, SHAPE_16x128b, SHAPE_16x256b };
+
+f32 decode(const u8* data, u32 format) {
+  if (format == 2) { u32 word; memcpy(&word, data, 4); return bit_cast<f32>(word & 0xffffe000u); }
+  u16 half;
+  memcpy(&half, data, 2);
+  return format == 1 ? from_bf16(half) : from_f16(half);
+}
+}  // namespace
+
+u32 Cta::tensor_pipe(u32 warp) {
+  for (u32 agent = warps_count; agent < agents_.size(); agent++)
+    if (agents_[agent].type == AGENT_TENSOR && agents_[agent].warp == warp) return agent;
+  agents_.push_back({AGENT_TENSOR, warp, 0});
+  pipes_.emplace_back();
+  return (u32)agents_.size() - 1;
+}
+
+void Cta::order_pipe(AsyncOp& op) {
+  op.agent = tensor_pipe(op.warp);
+  op.clock = ++agents_[op.agent].clock;
+  View& view = pipes_[op.agent];
+  view.join(op.view);
+  view.set_both(op.agent, op.clock);
+}
+
+void Cta::check_columns(u32 column, u32 count, const char* what, s32 pc, s32 agent) {
+  if (column + count > TMEM_COLUMNS)
+    fault_at("out-of-bounds", SPACE_TMEM, column, printed("%s of %u columns beyond the 512", what, count));
+  for (u32 c = column; c < column + count; c++) {
+    if (column_state_[c] == FREE)
+      fault_at("tmem-unallocated", SPACE_TMEM, c, printed("%s of a column that is not allocated", what));
+    if (column_state_[c] == RELEASED) {
+      report("tmem-use-after-dealloc", pc, agent, column_release_pc_[c], -1, SPACE_TMEM, c,
+             printed("%s of a column after its deallocation", what));
+      return;
+    }
+  }
+}
+
+void Cta::allocate_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
+  u32 count = reg(w, o[1])[first_lane(m)];
+  if (count < 32 || count > 512 || (count & (count - 1)))
+    FAULT("tmem-allocation", "%u columns: a power of two from 32 to 512 expected", count);
+  if (relinquished_) FAULT("tmem-allocation", "tcgen05.alloc after relinquish_alloc_permit");
+  for (u32 base = 0; base + count <= TMEM_COLUMNS; base += count) {
+    auto begin = column_state_.begin() + base;
+    if (std::find(begin, begin + count, (u8)ALLOCATED) != begin + count) continue;
+    tmem_dirty_ = true;
+    std::fill(begin, begin + count, (u8)ALLOCATED);
+    std::fill_n(column_alloc_pc_.begin() + base, count, w.pc);
+    for (u32 row = 0; row < TMEM_LANES; row++) {
+      std::fill_n(&tmem_[row * TMEM_COLUMNS + base], count, 0x7fffdeadu);
+      std::fill_n(&tmem_init_[row * TMEM_COLUMNS + base], count, (u8)0);
+    }
+    u32 address = shared_address(w, o[0], first_lane(m), i.imm);
+    check_shared(address, 4, "tcgen05.alloc");
+    shadow_shared(address, 4, true, actor(w));
+    memcpy(&shared_[address], &base, 4);
+    memset(&shared_init_[address], 1, 4);
+    progress++;
+    return;
+  }
+  // Nothing else on the SM can free columns: one CTA at a time owns all of them here.
+  FAULT("deadlock", "tcgen05.alloc of %u columns waits for ever: too few are free", count);
+}
+
+void Cta::deallocate_tmem(Warp& w, const s32* o, u32 m) {
+  u32 column = reg(w, o[0])[first_lane(m)] & 0xffff, count = reg(w, o[1])[first_lane(m)];
+  check_columns(column, count, "tcgen05.dealloc", w.pc, agent_code(AGENT_WARP, w.id));
+  for (u32 c = column; c < column + count; c++) {
+    // A deallocation takes the columns from whoever still uses them, as a write would.
+    for (u32 quarter = 0; quarter < 4; quarter++)
+      touch_tmem(quarter, c, true, w.id, w.now, w.now, w.view, w.pc);
+    column_state_[c] = RELEASED;
+    column_release_pc_[c] = w.pc;
+  }
+  progress++;
+}
+
+void Cta::touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, u32 completed, const View& view,
+                     s32 pc) {
+  if (!checks(CHECK_RACES)) return;
+  TmemCell& cell = tmem_cells_[quarter * TMEM_COLUMNS + column];
+  const u64 place = (u64)quarter * 32 << 16 | column;
+  auto conflict = [&](u32 other, u32 issued, u32 done, s32 other_pc, const char* what, const char* wait) {
+    if (other == agent) return;
+    if (!view.seen.covers(other, issued))
+      report("tmem-race", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place, what);
+    else if (!view.seen.covers(other, done))
+      report("missing-tcgen05-wait", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place,
+             printed("%s; ordered only by use of the data, no %s before the signal", what, wait));
+  };
+  if (cell.written)
+    conflict(cell.agent, cell.issued, cell.completed, cell.pc,
+             write ? "write, not ordered after the other write" : "read, not ordered after the write",
+             "tcgen05.wait::st");
+  if (write) {
+    for (const TmemRead& read : cell.reads)
+      conflict(read.agent, read.issued, read.completed, read.pc, "write, not ordered after the read",
+               "tcgen05.wait::ld");
+    cell.reads.clear();
+    cell.written = true, cell.agent = agent, cell.issued = clock, cell.completed = completed, cell.pc = pc;
+    return;
+  }
+  for (TmemRead& read : cell.reads)
+    if (read.agent == agent) {
+      read = {agent, clock, completed, pc};
+      return;
+    }
+  cell.reads.push_back({agent, clock, completed, pc});
+}
+
+void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
+  const bool load = i.kind == KIND_T5_LD;
+  if (i.a == SHAPE_16x64b) FAULT("not-modelled", "tcgen05.ld/st shape 16x64b");
+  u32 address = uniform(w, o[0], m, "TMEM address") + (u32)i.imm;
+  u32 lane0 = address >> 16, column = address & 0xffff, quarter = w.id % 4;
+  bool half = i.a != SHAPE_32x32b;
+  if (lane0 != 32 * quarter && !(half && lane0 == 32 * quarter + 16))
+    FAULT("tmem-lanes", "warp %u may access lanes %u to %u, not %u", w.id, 32 * quarter, 32 * quarter + 31, lane0);
+  const u32 per_unit = i.a == SHAPE_32x32b ? 1 : i.a == SHAPE_16x128b ? 2 : 4;
+  const u32 columns = (u32)i.b * (half ? per_unit * 2 : 1), registers = (u32)i.b * per_unit;
+  check_columns(column, columns, load ? "tcgen05.ld" : "tcgen05.st", w.pc, agent_code(AGENT_WARP, w.id));
+  if (checks(CHECK_RACES)) {
+    for (u32 c = column; c < column + columns; c++)
+      touch_tmem(quarter, c, !load, w.id, load ? PENDING : w.now, PENDING, w.view, w.pc);
+    if (load) {
+      u32 id = ++w.next_load;
+      w.loads.push_back({id, quarter, column, columns});
+      for (u32 k = 0; k < registers; k++)
+        if (o[1 + k] >= 0) w.loading[o[1 + k]] = id;
+    } else {
+      w.stores.push_back({quarter, column, columns});
+    }
+  }
+  // Register k of thread t: the fragments of the ISA's figures, two rows eight apart for the 16-lane shapes.
+  auto cell = [&](u32 k, u32 t) {
+    if (i.a == SHAPE_32x32b) return (lane0 + t) * TMEM_COLUMNS + column + k;
+    if (i.a == SHAPE_16x128b)
+      return (lane0 + (k & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 2 * 4 + t % 4;
+    return (lane0 + (k >> 1 & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 4 * 8 + t % 4 * 2 + (k & 1);
+  };
+  for (u32 k = 0; k < registers; k++) {
+    if (o[1 + k] < 0) continue;
+    u32* values = reg(w, o[1 + k]);
+    for (u32 t = 0; t < 32; t++) {
+      u32 at = cell(k, t);
+      if (load) {
+        if (checks(CHECK_INIT) && !tmem_init_[at])
+          report("uninitialised-tmem", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_TMEM,
+                 (u64)(at / TMEM_COLUMNS) << 16 | at % TMEM_COLUMNS, "load of tensor memory that nothing has written");
+        values[t] = tmem_[at];
+      } else {
+        tmem_[at] = values[t];
+        tmem_init_[at] = 1;
+      }
+    }
+  }
+  progress++;
+}
+
+// A load is complete when one of its registers is used (the hardware must have delivered it) or waited for; only the
+// wait counts for the letter of the ISA, so the two times are kept apart.
+void Cta::complete_load(Warp& w, u32 id, bool waited) {
+  for (const TmemLoad& load : w.loads) {
+    if (load.id != id) continue;
+    for (u32 c = load.column; c < load.column + load.columns; c++)
+      for (TmemRead& read : tmem_cells_[load.quarter * TMEM_COLUMNS + c].reads)
+        if (read.agent == w.id) {
+          if (read.issued == PENDING) read.issued = w.now;
+          if (waited && read.completed == PENDING) read.completed = w.now;
+        }
+  }
+}
+
+void Cta::use_loading_registers(Warp& w, const Instr& i, const s32* o) {
+  const u8* roles = &launch.program.roles[(size_t)i.at];
+  for (s32 k = 0; k < i.count; k++) {
+    if (roles[k] != ROLE_USE) continue;
+    auto found = w.loading.find(o[k] & ~1);
+    if (found == w.loading.end()) continue;
+    u32 id = found->second;
+    complete_load(w, id, false);
+    for (auto it = w.loading.begin(); it != w.loading.end();) it = it->second == id ? w.loading.erase(it) : ++it;
+    if (w.loading.empty()) return;
+  }
+}
+
+void Cta::wait_tmem(Warp& w, bool stores) {
+  if (!checks(CHECK_RACES)) return;
+  if (!stores) {
+    for (const TmemLoad& load : w.loads) complete_load(w, load.id, true);
+    w.loads.clear();
+    w.loading.clear();
+    return;
+  }
+  for (const auto& [quarter, column, columns] : w.stores)
+    for (u32 c = column; c < column + columns; c++) {
+      TmemCell& cell = tmem_cells_[quarter * TMEM_COLUMNS + c];
+      if (cell.written && cell.agent == w.id && cell.completed == PENDING) cell.completed = w.now;
+    }
+  w.stores.clear();
+}
+
+void Cta::issue_mma(Warp& w, const Instr& i, const s32* o, u32 m) {
+  EACH_LANE(m) {
+    AsyncOp op{i.kind == KIND_T5_MMA ? Work::MMA : i.kind == KIND_T5_CP ? Work::TMEM_COPY : Work::COMMIT};
+    op.warp = w.id, op.lane = lane, op.pc = w.pc;
+    if (i.kind == KIND_T5_COMMIT) {
+      op.barrier = shared_address(w, o[0], lane, i.imm);
+    } else {
+      op.d = (u32)lane_address(w, o[0], lane, i.imm);
+      if (i.kind == KIND_T5_CP) {
+        op.a = reg64(w, o[1])[lane];
+        op.shape = (u32)i.a;
+      } else {
+        op.from_tmem = i.a;
+        op.tf32 = i.c;
+        if (op.from_tmem) op.a_tmem = (u32)lane_address(w, o[1], lane, i.b);
+        else op.a = reg64(w, o[1])[lane];
+        op.b = reg64(w, o[2])[lane];
+        op.descriptor = reg(w, o[3])[lane];
+        op.accumulate = o[4] == ALWAYS_TRUE || (o[4] >= 0 && (w.predicates[o[4]] >> lane & 1));
+        for (s32 k = 5; k < i.count; k++)
+          if (reg(w, o[k])[lane]) FAULT("not-modelled", "tcgen05.mma with lanes disabled");
+      }
+    }
+    if (checks(CHECK_RACES)) op.view = w.view;
+    issue(std::move(op));
+  }
+  tick(w);
+}
+
+// One 16-byte chunk of an operand in shared memory.
+u32 Cta::read_chunk(u32 address, u32 swizzle, u8* out, const Actor& who, const char* what) {
+  u32 place = swizzle_address(address, swizzle);
+  if (place % 16) fault_at("misaligned", SPACE_SHARED, place, printed("%s not at a multiple of 16 B", what));
+  check_shared(place, 16, what);
+  check_shared_init(place, 16, what, who.pc, checks(CHECK_RACES) ? name_agent(who.agent) : -1);
+  shadow_shared(place, 16, false, who);
+  memcpy(out, &shared_[place], 16);
+  return place;
+}
+
+// Fills out[row * k_count + k] from the canonical layouts: core matrices of 8 rows by 16 bytes.
+void Cta::read_operand(f32* out, u64 descriptor, u32 rows, bool mn_major, u32 format, AsyncOp& op) {
+  const u32 start = (u32)(descriptor & 0x3fff) << 4, leading = (u32)(descriptor >> 16 & 0x3fff) << 4;
+  const u32 stride = (u32)(descriptor >> 32 & 0x3fff) << 4, layout = descriptor >> 61 & 7;
+  if (descriptor >> 49 & 7) FAULT("not-modelled", "matrix descriptor with a base offset: %016llx", (unsigned long long)descriptor);
+  static const s32 modes[8] = {0, -1, 3, -1, 2, -1, 1, -1};
+  if (modes[layout] < 0) FAULT("not-modelled", "matrix descriptor layout %u", layout);
+  const u32 swizzle = (u32)modes[layout], element = format == 2 ? 4 : 2, per_chunk = 16 / element;
+  const u32 k_count = K_BYTES / element, span = swizzle ? 1u << swizzle : 1;  // chunks in a swizzled row
+  if (mn_major && element == 4) FAULT("not-modelled", "MN-major tf32 operand");
+  Actor who{op.agent, op.clock, &pipes_[op.agent], true, op.pc, index, false};
+  u8 chunk[16];
+  if (!mn_major) {
+    for (u32 row = 0; row < rows; row++)
+      for (u32 c = 0; c < 2; c++) {
+        u32 at = start + row / 8 * stride + (swizzle ? row % 8 * span * 16 + c * 16 : row % 8 * 16 + c * leading);
+        read_chunk(at, swizzle, chunk, who, "matrix operand");
+        for (u32 e = 0; e < per_chunk; e++) out[row * k_count + c * per_chunk + e] = decode(chunk + e * element, format);
+      }
+    return;
+  }
+  for (u32 k = 0; k < k_count; k++)
+    for (u32 c = 0; c < rows / 8; c++) {
+      u32 at = swizzle ? start + c % span * 16 + c / span * leading + k % 8 * span * 16 + k / 8 * stride
+                       : start + c * stride + k % 8 * 16 + k / 8 * leading;
+      read_chunk(at, swizzle, chunk, who, "matrix operand");
+      for (u32 e = 0; e < 8; e++) out[(c * 8 + e) * k_count + k] = decode(chunk + e * 2, format);
+    }
+}
+
+// Row r of a 64-row matrix lies in the first 16 lanes of each warp's quarter.
+static u32 lane_of_row(u32 row, u32 rows) { return rows == 64 ? row / 16 * 32 + row % 16 : row; }
+
+void Cta::read_tmem_operand(f32* out, u32 rows, u32 format, AsyncOp& op) {
+  const u32 column = op.a_tmem & 0xffff, element = format == 2 ? 4 : 2, k_count = K_BYTES / element;
+  check_columns(column, K_BYTES / 4, "tcgen05.mma A", op.pc, agent_code(AGENT_TENSOR, op.warp));
+  for (u32 quarter = 0; quarter < 4; quarter++)
+    for (u32 c = 0; c < K_BYTES / 4; c++)
+      touch_tmem(quarter, column + c, false, op.agent, op.clock, op.clock, pipes_[op.agent], op.pc);
+  for (u32 row = 0; row < rows; row++) {
+    const u32 at = lane_of_row(row, rows) * TMEM_COLUMNS + column;
+    const u8* data = (const u8*)&tmem_[at];
+    if (checks(CHECK_INIT) && memchr(&tmem_init_[at], 0, K_BYTES / 4))
+      report("uninitialised-tmem", op.pc, agent_code(AGENT_TENSOR, op.warp), -1, -1, SPACE_TMEM,
+             (u64)lane_of_row(row, rows) << 16 | column, "tcgen05.mma reads A that nothing has written");
+    for (u32 k = 0; k < k_count; k++) out[row * k_count + k] = decode(data + k * element, format);
+  }
+}
+
+void Cta::run_mma(AsyncOp& op) {
+  const u32 id = op.descriptor;
+  const u32 a_format = id >> 7 & 7, b_format = id >> 10 & 7, n = (id >> 17 & 63) * 8, rows = (id >> 24 & 31) * 16;
+  const u32 expected = op.tf32 ? 2 : 1;
+  if ((id >> 4 & 3) != 1) FAULT("not-modelled", "tcgen05.mma with an accumulator other than f32 (descriptor %08x)", id);
+  if (id & 0x600f) FAULT("not-modelled", "tcgen05.mma sparse, saturating or negating (descriptor %08x)", id);
+  if (op.tf32 ? a_format != 2 || b_format != 2 : a_format > expected || b_format > expected)
+    FAULT("not-modelled", "tcgen05.mma element formats %u and %u", a_format, b_format);
+  if ((rows != 64 && rows != 128) || !n || n > 256 || n % (rows == 64 ? 8 : 16))
+    FAULT("not-modelled", "tcgen05.mma of %u rows and %u columns", rows, n);
+  launch.stats.mma++;
+  const u32 k_count = op.tf32 ? 8 : 16, column = op.d & 0xffff;
+  if (op.d >> 16) FAULT("not-modelled", "tcgen05.mma D at lane %u", op.d >> 16);
+  f32 a[128 * 16], b[256 * 16], sums[256];
+  if (op.from_tmem) read_tmem_operand(a, rows, a_format, op);
+  else read_operand(a, op.a, rows, id >> 15 & 1, a_format, op);
+  read_operand(b, op.b, n, id >> 16 & 1, b_format, op);
+  check_columns(column, n, "tcgen05.mma D", op.pc, agent_code(AGENT_TENSOR, op.warp));
+  if (checks(CHECK_RACES))
+    for (u32 quarter = 0; quarter < 4; quarter++)
+      for (u32 c = column; c < column + n; c++) {
+        if (op.accumulate) touch_tmem(quarter, c, false, op.agent, op.clock, op.clock, pipes_[op.agent], op.pc);
+        touch_tmem(quarter, c, true, op.agent, op.clock, op.clock, pipes_[op.agent], op.pc);
+      }
+  f32 transposed[16 * 256];
+  for (u32 c = 0; c < n; c++)
+    for (u32 k = 0; k < k_count; k++) transposed[k * n + c] = b[c * k_count + k];
+  for (u32 row = 0; row < rows; row++) {
+    const u32 lane = lane_of_row(row, rows);
+    f32* d = (f32*)&tmem_[lane * TMEM_COLUMNS + column];
+    u8* init = &tmem_init_[lane * TMEM_COLUMNS + column];
+    if (op.accumulate) {
+      if (checks(CHECK_INIT) && memchr(init, 0, n))
+        report("uninitialised-tmem", op.pc, agent_code(AGENT_TENSOR, op.warp), -1, -1, SPACE_TMEM,
+               (u64)lane << 16 | column, "tcgen05.mma accumulates onto what nothing has written");
+      memcpy(sums, d, n * 4);
+    } else {
+      memset(sums, 0, n * 4);
+    }
+    for (u32 k = 0; k < k_count; k++) {
+      const f32 factor = a[row * k_count + k];
+      const f32* values = transposed + k * n;
+      // Products of 16-bit and tf32 values are exact in f32, so that a fused multiply-add rounds alike.
+      for (u32 c = 0; c < n; c++) sums[c] = sums[c] + factor * values[c];
+    }
+    memcpy(d, sums, n * 4);
+    memset(init, 1, n);
+  }
+  progress++;
+}
+
+void Cta::run_tmem_copy(AsyncOp& op) {
+  enum { CP_128x256b, CP_4x256b, CP_128x128b, CP_64x128b, CP_32x128b };
+  if (op.shape == CP_4x256b || op.shape == CP_64x128b) FAULT("not-modelled", "tcgen05.cp of this shape");
+  const u32 rows = op.shape == CP_32x128b ? 32 : 128, chunks = op.shape == CP_128x256b ? 2 : 1;
+  const u32 column = op.d & 0xffff, start = (u32)(op.a & 0x3fff) << 4;
+  const u32 leading = (u32)(op.a >> 16 & 0x3fff) << 4, stride = (u32)(op.a >> 32 & 0x3fff) << 4;
+  if (op.a >> 61 & 7) FAULT("not-modelled", "tcgen05.cp from a swizzled layout");
+  check_columns(column, chunks * 4, "tcgen05.cp", op.pc, agent_code(AGENT_TENSOR, op.warp));
+  Actor who{op.agent, op.clock, &pipes_[op.agent], true, op.pc, index, false};
+  for (u32 row = 0; row < rows; row++)
+    for (u32 c = 0; c < chunks; c++) {
+      u8 chunk[16];
+      read_chunk(start + row / 8 * stride + row % 8 * 16 + c * leading, 0, chunk, who, "tcgen05.cp");
+      for (u32 lane = row; lane < TMEM_LANES; lane += rows == 32 ? 32 : TMEM_LANES) {
+        memcpy(&tmem_[lane * TMEM_COLUMNS + column + c * 4], chunk, 16);
+        memset(&tmem_init_[lane * TMEM_COLUMNS + column + c * 4], 1, 4);
+      }
+    }
+  for (u32 quarter = 0; quarter < 4; quarter++)
+    for (u32 c = 0; c < chunks * 4; c++)
+      touch_tmem(quarter, column + c, true, op.agent, op.clock, op.clock, pipes_[op.agent], op.pc);
+  progress++;
+}

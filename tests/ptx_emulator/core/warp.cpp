@@ -1,0 +1,342 @@
+// The interpreter: one warp, 32 lanes at a time. Lanes that diverge form groups; the group with the smallest program
+// counter runs first, so that groups meet again where their paths join.
+#include "machine.h"
+
+u32 Cta::uniform(Warp& w, s32 slot, u32 m, const char* what) {
+  const u32* values = reg(w, slot);
+  u32 first = values[first_lane(m)];
+  EACH_LANE(m) if (values[lane] != first) FAULT("divergence", "%s differs between the lanes of a warp", what);
+  return first;
+}
+
+// Makes the runnable group with the smallest pc current and merges those that are at the same place. False if no group
+// can run.
+bool Cta::select_group(Warp& w) {
+  if (w.mask) {
+    w.others.push_back({w.pc, w.mask, false, 0});
+    w.mask = 0;
+  }
+  for (size_t i = 0; i < w.others.size(); i++)
+    for (size_t k = w.others.size(); k-- > i + 1;)
+      if (w.others[k].pc == w.others[i].pc) {
+        w.others[i].mask |= w.others[k].mask;
+        w.others[i].parked = false;
+        if (!w.others[k].yielded_at) w.others[i].yielded_at = 0;
+        w.others.erase(w.others.begin() + (long)k);
+      }
+  s32 best = -1;
+  for (size_t i = 0; i < w.others.size(); i++) {
+    const Group& group = w.others[i];
+    if (group.parked || group.yielded_at == progress) continue;
+    if (best < 0 || group.pc < w.others[(size_t)best].pc) best = (s32)i;
+  }
+  if (best < 0) return false;
+  w.pc = w.others[(size_t)best].pc;
+  w.mask = w.others[(size_t)best].mask;
+  w.others.erase(w.others.begin() + best);
+  return true;
+}
+
+// For instructions that a set of lanes executes together: parks the current lanes until the others of `wanted` arrive.
+bool Cta::rendezvous(Warp& w, u32 m, u32 wanted, const char* what) {
+  wanted &= w.live;
+  if (!(wanted & ~m)) return true;
+  if (w.others.empty()) FAULT("divergence", "%s by lanes %08x while %08x must take part", what, m, wanted);
+  if (m != w.mask) FAULT("divergence", "%s under a guard that differs between lanes", what);
+  w.others.push_back({w.pc, w.mask, true, 0});
+  w.mask = 0;
+  bool all_parked = true;
+  for (const Group& group : w.others) all_parked = all_parked && group.parked;
+  if (all_parked) {
+    bool merges = false;
+    for (size_t i = 0; i + 1 < w.others.size(); i++) merges = merges || w.others[i].pc == w.others.back().pc;
+    if (!merges)
+      FAULT("divergence", "%s by lanes %08x while %08x must take part, and the rest wait elsewhere", what, m, wanted);
+  }
+  return false;
+}
+
+// After a failed wait: lets other lanes of the warp go on. False if the whole warp has to yield.
+bool Cta::yield_group(Warp& w) {
+  if (w.others.empty()) return false;
+  w.others.push_back({w.pc, w.mask, false, progress});
+  w.mask = 0;
+  return select_group(w);
+}
+
+void Cta::check_registers(Warp& w, const Instr& i, const s32* o, u32 m) {
+  const u8* roles = &launch.program.roles[(size_t)i.at];
+  auto report_use = [&](const char* what, u32 lanes) {
+    report("uninitialised-register", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_NONE, 0,
+           printed("%s in lanes %08x that nothing has written", what, lanes));
+  };
+  if (i.guard >= 0 && (w.mask & ~w.predicate_init[i.guard])) report_use("guard", w.mask & ~w.predicate_init[i.guard]);
+  for (s32 k = 0; k < i.count; k++) {
+    if (roles[k] == ROLE_USE && (m & ~w.register_init[(u32)o[k] >> 7]))
+      report_use("operand", m & ~w.register_init[(u32)o[k] >> 7]);
+    else if (roles[k] == ROLE_USE_PREDICATE && (m & ~w.predicate_init[o[k]]))
+      report_use("predicate", m & ~w.predicate_init[o[k]]);
+  }
+  for (s32 k = 0; k < i.count; k++) {
+    if (roles[k] == ROLE_DEFINE) w.register_init[(u32)o[k] >> 7] |= m;
+    else if (roles[k] == ROLE_DEFINE_PREDICATE) w.predicate_init[o[k]] |= m;
+  }
+  if (w.pending_wgmma.empty() || i.kind == KIND_WGMMA) return;
+  for (s32 k = 0; k < i.count; k++) {
+    if (roles[k] != ROLE_USE && roles[k] != ROLE_DEFINE) continue;
+    for (const auto& pending : w.pending_wgmma)
+      for (s32 slot : pending.registers)
+        if (slot == (o[k] & ~1)) {
+          report("wgmma-not-waited", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_NONE, 0,
+                 "register of a wgmma that no wgmma.wait_group waited for");
+          return;
+        }
+  }
+}
+
+void Cta::shuffle(Warp& w, const Instr& i, const s32* o, u32 m) {
+  enum { IDX, BFLY, UP, DOWN };
+  u32 result[32];
+  u32 valid = 0;
+  EACH_LANE(m) {
+    u32 b = reg(w, o[3])[lane], clamp = reg(w, o[4])[lane];
+    u32 segment = clamp >> 8 & 31, limit = clamp & 31, last = (lane & segment) | (limit & ~segment);
+    s32 from;
+    bool ok;
+    if (i.a == IDX) { from = (s32)((lane & segment) | (b & ~segment & 31)); ok = (u32)from <= last; }
+    else if (i.a == BFLY) { from = (s32)(lane ^ (b & 31)); ok = (u32)from <= last; }
+    else if (i.a == UP) { from = (s32)lane - (s32)(b & 31); ok = from >= (s32)last; }
+    else { from = (s32)(lane + (b & 31)); ok = (u32)from <= last; }
+    if (ok && !(m >> from & 1)) FAULT("divergence", "shfl.sync reads lane %d, which does not take part", from);
+    result[lane] = reg(w, o[2])[ok ? (u32)from : lane];
+    if (ok) valid |= 1u << lane;
+  }
+  if (o[0] >= 0) EACH_LANE(m) reg(w, o[0])[lane] = result[lane];
+  if (o[1] >= 0) w.predicates[o[1]] = (w.predicates[o[1]] & ~m) | valid;
+}
+
+void Cta::run_vote(Warp& w, const Instr& i, const s32* o, u32 m) {
+  enum { ALL, ANY, UNI, BALLOT };
+  u32 truth = (i.b ? ~w.predicates[o[1]] : w.predicates[o[1]]) & m;
+  if (i.a == BALLOT) {
+    if (o[0] >= 0) EACH_LANE(m) reg(w, o[0])[lane] = truth;
+    return;
+  }
+  bool value = i.a == ALL ? truth == m : i.a == ANY ? truth != 0 : truth == m || truth == 0;
+  if (o[0] >= 0) w.predicates[o[0]] = (w.predicates[o[0]] & ~m) | (value ? m : 0);
+}
+
+void Cta::exit_lanes(Warp& w, u32 m) {
+  w.live &= ~m;
+  w.mask &= ~m;
+  progress++;
+}
+
+void Cta::run(Warp& w, u64 budget) {
+  const Instr* instructions = launch.program.instructions.data();
+  const s32* operands = launch.program.operands.data();
+  u8* R = w.registers;
+  u32* P = w.predicates;
+  const bool check_init = checks(CHECK_INIT);
+  for (u64 n = 0; n < budget; n++) {
+    if (!w.others.empty() && !select_group(w)) {
+      // All groups wait: at the slowest one's place, for whatever makes progress.
+      w.state = WarpState::YIELDED;
+      w.yielded_at = progress;
+      w.yield_pc = w.others[0].pc;
+      return;
+    }
+    const Instr& i = instructions[w.pc];
+    const s32* o = operands + i.at;
+    u32 m = w.mask;
+    launch.stats.instructions++;
+    launch.profile[(size_t)w.pc]++;
+    if (i.guard >= 0) {
+      u32 condition = i.negated ? ~P[i.guard] : P[i.guard];
+      if (i.kind == KIND_BRA) {
+        if (check_init && (m & ~w.predicate_init[i.guard])) check_registers(w, i, o, m);
+        u32 taken = m & condition;
+        if (taken == m) { w.pc = (s32)i.imm; continue; }
+        w.pc++;
+        if (taken) {
+          w.others.push_back({(s32)i.imm, taken, false, 0});
+          w.mask = m & ~taken;
+        }
+        continue;
+      }
+      m &= condition;
+      if (!m) { w.pc++; continue; }
+    }
+    if (check_init) check_registers(w, i, o, m);
+    if (!w.loading.empty()) use_loading_registers(w, i, o);
+    switch (i.kind) {
+#include "alu.inc"
+      case KIND_BRA: w.pc = (s32)i.imm; continue;
+      case KIND_NOP: case KIND_MEMBAR: case KIND_T5_RELINQUISH: if (i.kind == KIND_T5_RELINQUISH) relinquished_ = true; break;
+      case KIND_PRED_MOV: { u32 v = o[1] >= 0 ? P[o[1]] : i.imm ? ~0u : 0; P[o[0]] = (P[o[0]] & ~m) | (v & m); break; }
+      case KIND_PRED_AND: P[o[0]] = (P[o[0]] & ~m) | (P[o[1]] & P[o[2]] & m); break;
+      case KIND_PRED_OR: P[o[0]] = (P[o[0]] & ~m) | ((P[o[1]] | P[o[2]]) & m); break;
+      case KIND_PRED_XOR: P[o[0]] = (P[o[0]] & ~m) | ((P[o[1]] ^ P[o[2]]) & m); break;
+      case KIND_PRED_NOT: P[o[0]] = (P[o[0]] & ~m) | (~P[o[1]] & m); break;
+      case KIND_SELP: {
+        u32 p = P[o[3]];
+        if (i.a == 8) EACH_LANE(m) reg64(w, o[0])[lane] = reg64(w, o[p >> lane & 1 ? 1 : 2])[lane];
+        else EACH_LANE(m) reg(w, o[0])[lane] = reg(w, o[p >> lane & 1 ? 1 : 2])[lane];
+        break;
+      }
+      case KIND_PACK:
+        EACH_LANE(m) {
+          u64 value = 0;
+          for (s32 k = i.count - 1; k >= 1; k--) {
+            u64 part = reg(w, o[k])[lane];
+            value = value << (8 * i.a) | (i.a == 4 ? part : part & ((1u << (8 * i.a)) - 1));
+          }
+          if (i.b == 8) reg64(w, o[0])[lane] = value;
+          else reg(w, o[0])[lane] = (u32)value;
+        }
+        break;
+      case KIND_UNPACK:
+        EACH_LANE(m) {
+          u64 value = i.b == 8 ? reg64(w, o[0])[lane] : reg(w, o[0])[lane];
+          for (s32 k = 1; k < i.count; k++, value >>= 8 * i.a)
+            if (o[k] >= 0) reg(w, o[k])[lane] = i.a == 4 ? (u32)value : (u32)value & ((1u << (8 * i.a)) - 1);
+        }
+        break;
+      case KIND_LD: load(w, i, o, m); break;
+      case KIND_ST: store(w, i, o, m); break;
+      default:
+        if (run_other(w, i, o, m) == Outcome::STOP) return;
+        continue;
+    }
+    w.pc++;
+  }
+}
+
+// Everything that may block, end or move the warp. It advances the pc itself.
+Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
+  switch (i.kind) {
+    case KIND_RET:
+      exit_lanes(w, m);
+      if (!w.mask) {
+        if (w.others.empty()) { w.state = WarpState::DONE; return Outcome::STOP; }
+        // Parked groups may have been waiting for the lanes that left.
+        for (Group& group : w.others) group.parked = false;
+        return Outcome::CONTINUE;
+      }
+      break;
+    case KIND_TRAP: FAULT("trap", "trap instruction");
+    case KIND_YIELD: break;
+    case KIND_SHFL:
+      if (!rendezvous(w, m, reg(w, o[5])[first_lane(m)], "shfl.sync")) return Outcome::CONTINUE;
+      shuffle(w, i, o, m);
+      break;
+    case KIND_VOTE:
+      if (!rendezvous(w, m, reg(w, o[2])[first_lane(m)], "vote.sync")) return Outcome::CONTINUE;
+      run_vote(w, i, o, m);
+      break;
+    case KIND_MATCH: {
+      if (!rendezvous(w, m, reg(w, o[2])[first_lane(m)], "match.sync")) return Outcome::CONTINUE;
+      u32 equal[32];
+      EACH_LANE(m) {
+        equal[lane] = 0;
+        for (u32 k = 0; k < 32; k++) {
+          bool same = i.a == 8 ? reg64(w, o[1])[k] == reg64(w, o[1])[lane] : reg(w, o[1])[k] == reg(w, o[1])[lane];
+          if ((m >> k & 1) && same) equal[lane] |= 1u << k;
+        }
+      }
+      EACH_LANE(m) reg(w, o[0])[lane] = equal[lane];
+      break;
+    }
+    case KIND_REDUX: {
+      if (!rendezvous(w, m, reg(w, o[2])[first_lane(m)], "redux.sync")) return Outcome::CONTINUE;
+      enum { ADD, MIN, MAX, AND, OR, XOR };
+      u32 sum = reg(w, o[1])[first_lane(m)];
+      EACH_LANE(m & (m - 1)) {
+        u32 v = reg(w, o[1])[lane];
+        bool below = i.b ? (s32)v < (s32)sum : v < sum;
+        sum = i.a == ADD ? sum + v : i.a == AND ? sum & v : i.a == OR ? sum | v : i.a == XOR ? sum ^ v
+              : (i.a == MIN) == below ? v : sum;
+      }
+      EACH_LANE(m) reg(w, o[0])[lane] = sum;
+      break;
+    }
+    case KIND_ACTIVEMASK: EACH_LANE(m) reg(w, o[0])[lane] = m; break;
+    case KIND_ELECT: {
+      if (!rendezvous(w, m, reg(w, o[2])[first_lane(m)], "elect.sync")) return Outcome::CONTINUE;
+      u32 leader = first_lane(m);
+      if (o[0] >= 0) EACH_LANE(m) reg(w, o[0])[lane] = leader;
+      if (o[1] >= 0) w.predicates[o[1]] = (w.predicates[o[1]] & ~m) | 1u << leader;
+      break;
+    }
+    case KIND_SYNCWARP:
+      if (!rendezvous(w, m, reg(w, o[0])[first_lane(m)], "bar.warp.sync")) return Outcome::CONTINUE;
+      break;
+    case KIND_BAR:
+      if (!rendezvous(w, m, ~0u, "bar")) return Outcome::CONTINUE;
+      return run_named(w, i, o, m) ? Outcome::CONTINUE : Outcome::STOP;
+    case KIND_FENCE_PROXY: case KIND_FENCE_MBAR_INIT: fence(w, i); break;
+    case KIND_MB_INIT: case KIND_MB_INVAL: case KIND_MB_ARRIVE: case KIND_MB_ARRIVE_TX: case KIND_MB_EXPECT_TX:
+      run_mbarrier(w, i, o, m);
+      break;
+    case KIND_MB_WAIT: {
+      bool all = wait_mbarrier(w, i, o, m);
+      w.pc++;
+      if (all) return Outcome::CONTINUE;
+      if (yield_group(w)) return Outcome::CONTINUE;
+      w.state = WarpState::YIELDED;
+      w.yielded_at = progress;
+      w.yield_pc = w.pc - 1;
+      return Outcome::STOP;
+    }
+    case KIND_CP_ASYNC: issue_copy(w, i, o, m); break;
+    case KIND_CP_ARRIVE: issue_copy_arrive(w, i, o, m); break;
+    case KIND_CP_COMMIT: EACH_LANE(m) w.copy_group[lane]++; break;
+    case KIND_CP_WAIT: wait_copies(w, i, m); break;
+    case KIND_TMA_LOAD: case KIND_TMA_STORE: case KIND_BULK_LOAD: case KIND_BULK_STORE: issue_bulk(w, i, o, m); break;
+    case KIND_BULK_COMMIT: EACH_LANE(m) w.bulk_group[lane]++; break;
+    case KIND_BULK_WAIT: wait_bulk(w, i, m); break;
+    case KIND_T5_ALLOC:
+      if (!rendezvous(w, m, ~0u, "tcgen05.alloc")) return Outcome::CONTINUE;
+      allocate_tmem(w, i, o, m);
+      break;
+    case KIND_T5_DEALLOC:
+      if (!rendezvous(w, m, ~0u, "tcgen05.dealloc")) return Outcome::CONTINUE;
+      deallocate_tmem(w, o, m);
+      break;
+    case KIND_T5_LD: case KIND_T5_ST:
+      if (!rendezvous(w, m, ~0u, "tcgen05.ld/st")) return Outcome::CONTINUE;
+      move_tmem(w, i, o, m);
+      break;
+    case KIND_T5_WAIT:
+      if (!rendezvous(w, m, ~0u, "tcgen05.wait")) return Outcome::CONTINUE;
+      wait_tmem(w, i.a);
+      break;
+    case KIND_T5_MMA: case KIND_T5_COMMIT: case KIND_T5_CP: issue_mma(w, i, o, m); break;
+    case KIND_SETMAXNREG:
+      if (!rendezvous(w, m, ~0u, "setmaxnreg")) return Outcome::CONTINUE;
+      if (!set_registers(w, i)) return Outcome::STOP;
+      break;
+    case KIND_ATOM: atomic(w, i, o, m); break;
+    case KIND_MAPA:
+      EACH_LANE(m) {
+        if (reg(w, o[2])[lane]) FAULT("not-modelled", "mapa of CTA rank %u: clusters of one CTA only", reg(w, o[2])[lane]);
+        if (i.a == 8) reg64(w, o[0])[lane] = reg64(w, o[1])[lane];
+        else reg(w, o[0])[lane] = reg(w, o[1])[lane];
+      }
+      break;
+    case KIND_LDMATRIX: case KIND_STMATRIX: case KIND_MOVMATRIX: case KIND_MMA_SYNC: case KIND_WGMMA:
+      if (!rendezvous(w, m, ~0u, "matrix instruction")) return Outcome::CONTINUE;
+      if (i.kind == KIND_LDMATRIX) load_matrix(w, i, o, m);
+      else if (i.kind == KIND_STMATRIX) store_matrix(w, i, o, m);
+      else if (i.kind == KIND_MOVMATRIX) move_matrix(w, o, m);
+      else if (i.kind == KIND_MMA_SYNC) multiply_warp(w, i, o, m);
+      else run_wgmma(w, i, o, m);
+      break;
+    case KIND_WGMMA_FENCE: break;
+    case KIND_WGMMA_COMMIT: w.wgmma_group++; break;
+    case KIND_WGMMA_WAIT: wait_wgmma(w, i); break;
+    default: FAULT("not-modelled", "operation %d", i.kind);
+  }
+  w.pc++;
+  return Outcome::CONTINUE;
+}

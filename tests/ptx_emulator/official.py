@@ -1,0 +1,227 @@
+"""Runs the installed package's own MSA forward and combine in the emulator: ``python -m ptx_emulator.official``.
+
+One process compiles for one architecture, and the DSL must not be imported before :func:`cute_host.prepare`, so that
+tests start this as a subprocess. It reads cases as JSON lines and prints one JSON line a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ptx_emulator import cute_host
+from ptx_emulator.launch import Options
+from ptx_emulator.report import Report, Suppression
+
+HEAD_DIM, BLOCK = 128, 128
+UNWRITTEN = -0x0BADBAD
+
+SUPPRESSIONS = (
+    Suppression(
+        "missing-tcgen05-wait",
+        "SparseAttentionForwardSm100",
+        "_softmax_step releases S after using its values but without tcgen05.wait::ld: docs/findings/",
+        source="tcgen05.ld.sync.aligned.32x32b.x32",
+    ),
+    Suppression(
+        "leftover-transactions",
+        "SparseAttentionForwardSm100",
+        "the last producer acquire of Q, and CTAs without work, expect bytes that no copy brings: docs/findings/",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem and the schedules to run it under.
+
+    Attributes:
+        query_lengths: tokens of each document.
+        key_lengths: keys of each document; as the queries if empty.
+        topk: selection width.
+        index_heads: key heads.
+        heads_per_index_head: query heads for each.
+        seed: of operands and selection.
+        sm_count: what the schedule kernels are told; 1 or 2 gives CTAs many tiles, which exercises pipeline reuse.
+        schedules: (schedule, seed, checks) of each run.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...] = ()
+    topk: int = 4
+    index_heads: int = 4
+    heads_per_index_head: int = 16
+    seed: int = 0
+    sm_count: int = 2
+    schedules: tuple[tuple[str, int, bool], ...] = (("eager", 0, True),)
+    suppress: bool = True
+    own_block: bool = True
+    max_instructions: int = 1 << 33
+
+
+@dataclass(slots=True)
+class Result:
+    """What one run gave, against the reference."""
+
+    schedule: str
+    seed: int
+    out_error: float
+    """Relative Frobenius error of O."""
+    lse_error: float
+    """Largest absolute error of the LSE; rows without keys must be -inf on both sides, else inf."""
+    nans: int
+    instructions: int
+    seconds: float
+    launches: list[dict[str, Any]]
+    findings: list[str]
+    kinds: list[str]
+    suppressed: list[str] = field(default_factory=list)
+
+
+class Official:
+    """The package's forward with its compilations and launches redirected. One in a process."""
+
+    def __init__(self) -> None:
+        os.environ["MM_SPARSE_ATTN_AOT_DISABLE"] = "1"
+        cute_host.prepare()
+        import cutlass
+        import cutlass.cute as cute
+
+        from msa_vendored.installed import provenance
+
+        self.dtypes = {torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32, torch.int32: cutlass.Int32}
+        root = provenance().package
+        self.interface = import_module(f"{root}.cute.interface")
+        self.scheduler = import_module(f"{root}.cute.src.sm100.prepare_scheduler")
+        self.report = Report()
+        self.options = Options()
+        self.sm_count = 148
+        compile_original = cute.compile
+        self.functions: list[Any] = []
+
+        def compile_redirected(*arguments: Any, **options: Any) -> Any:
+            function = cute_host.CompiledFunction(compile_original(*arguments, **options))
+            self.functions.append(function)
+            return lambda *values: function.run(values, self.options, self.report)
+
+        cute.compile = compile_redirected
+        modules: list[Any] = [self.interface, self.scheduler]
+        for module in modules:
+            module.to_cute_tensor_kvouter = self._fake
+        torch.cuda.nvtx.range = lambda *_a, **_k: contextlib.nullcontext()
+        official = self
+
+        class Properties:
+            @property
+            def multi_processor_count(self) -> int:
+                return official.sm_count
+
+        torch.cuda.get_device_properties = lambda *_a, **_k: Properties()
+
+    def _fake(self, tensor: torch.Tensor, **_options: Any) -> Any:
+        import cutlass.cute as cute
+
+        shape = tuple(cute.sym_int() for _ in range(tensor.dim()))
+        stride = (*(cute.sym_int64() for _ in range(tensor.dim() - 1)), 1)
+        make = cute.runtime.make_fake_tensor
+        return make(self.dtypes[tensor.dtype], shape, stride=stride, assumed_align=16)
+
+    def run(self, case: Case) -> Iterator[Result]:
+        """Run a case under each of its schedules."""
+        from msa_vendored.reference import build_k2q_csr, sparse_atten_func
+        from msa_vendored.reference.cases import make_case
+
+        problem = make_case(
+            case.query_lengths, case.key_lengths or None, topk=case.topk, index_heads=case.index_heads,
+            heads_per_index_head=case.heads_per_index_head, seed=case.seed, own_block=case.own_block,
+        )  # fmt: skip
+        documents: dict[str, Any] = {"cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k}
+        row_ptr, q_indices = build_k2q_csr(
+            problem.q2k_indices, problem.cu_seqlens_q, problem.cu_seqlens_k, BLOCK, total_k=problem.k.shape[0]
+        )[:2]
+        operands: tuple[Any, ...] = (problem.q, problem.k, problem.v, row_ptr, q_indices, case.topk)
+        sizes: dict[str, Any] = {
+            "max_seqlen_q": problem.max_seqlen_q,
+            "max_seqlen_k": problem.max_seqlen_k,
+            "causal": True,
+        }
+        sizes["return_softmax_lse"] = True
+        reference: Any = sparse_atten_func
+        expected = reference(*operands, **documents, **sizes)
+        self.sm_count = case.sm_count
+        for schedule, seed, checked in case.schedules:
+            checks = Options().checks if checked else frozenset()
+            suppress = SUPPRESSIONS if case.suppress else ()
+            self.options = Options(schedule, seed, checks, suppress=suppress, max_instructions=case.max_instructions)
+            self.report = Report()
+            started = time.perf_counter()
+            with poisoned_empty():
+                out, lse = self.interface.sparse_atten_func(*operands, **documents, **sizes)
+            yield self._result(case, schedule, seed, (out, lse), expected, time.perf_counter() - started)
+
+    def _result(
+        self, case: Case, schedule: str, seed: int, got: Sequence[torch.Tensor], expected: Any, seconds: float
+    ) -> Result:
+        out, lse = got
+        want_out, want_lse = expected
+        out_error = float((out.float() - want_out.float()).norm() / want_out.float().norm())
+        empty = torch.isinf(want_lse)
+        difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
+        return Result(
+            schedule,
+            seed,
+            out_error,
+            float(difference.max()),
+            int(torch.isnan(out).sum() + torch.isnan(lse).sum()),
+            self.report.instructions,
+            seconds,
+            [asdict(launch) for launch in self.report.launches],
+            [str(finding) for finding in self.report.findings],
+            sorted(self.report.kinds),
+            [str(finding) for finding, _ in self.report.suppressed],
+        )
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """torch.empty filled with NaN, integers with a number no kernel writes: an unwritten slot cannot pass."""
+    original = torch.empty, torch.empty_like
+
+    def empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = original[0](*arguments, **options)
+        if tensor.dtype.is_floating_point:
+            return tensor.fill_(math.nan)
+        return tensor.fill_(UNWRITTEN) if tensor.dtype in (torch.int32, torch.int64) else tensor
+
+    def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        return empty(tensor.shape, dtype=options.get("dtype", tensor.dtype))
+
+    torch.empty, torch.empty_like = empty, empty_like
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = original
+
+
+def main() -> int:
+    """Run the cases on standard input."""
+    official = Official()
+    for line in sys.stdin:
+        if line.strip():
+            for result in official.run(Case(**json.loads(line))):
+                print(json.dumps(asdict(result)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,221 @@
+"""Which backend a call gets, what it refuses, and how the SM100 path calls its launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msa_vendored import MSABackwardSchedule, kernels
+from msa_vendored.errors import UnavailableError
+from msa_vendored.reference import cases
+from msa_vendored.training import (
+    ArgumentValueError,
+    Microbatch,
+    NotDeterministicError,
+    backends,
+    ops,
+    resolve_backend,
+    sparse_attention,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One random problem; q, k and v require gradients."""
+
+    microbatch: Microbatch
+    inputs: tuple[Tensor, Tensor, Tensor]
+    grad_out: Tensor
+    block_ids: Tensor
+
+
+def make_case(lengths: list[int], *, model_shape: bool = False) -> Case:
+    shape: dict[str, Any] = (
+        {"topk": 16} if model_shape else {"index_heads": 2, "heads_per_index_head": 2, "head_dim": 8}
+    )
+    packed = cases.make_case(lengths, **shape, dtype=torch.bfloat16 if model_shape else torch.float32)
+    q, k, v = (tensor.requires_grad_() for tensor in (packed.q, packed.k, packed.v))
+    return Case(Microbatch.from_cu_seqlens(packed.cu_seqlens_q), (q, k, v), packed.grad_out, packed.q2k_indices)
+
+
+def differentiate(case: Case) -> tuple[Tensor, ...]:
+    out = sparse_attention(*case.inputs, case.block_ids, case.microbatch)
+    return out.detach(), *torch.autograd.grad(out, case.inputs, case.grad_out)
+
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+RULE = [
+    # device, capability, asked for, answer
+    (CPU, None, None, "reference"),
+    (CPU, None, "reference", "reference"),
+    (CUDA, (10, 0), None, "sm100"),
+    (CUDA, (10, 3), None, "sm100"),
+    (CUDA, (10, 0), "sm100", "sm100"),
+    (CUDA, (10, 0), "reference", "reference"),
+    (CUDA, (9, 0), None, "sm90"),
+    (CUDA, (9, 0), "sm90", "sm90"),
+    (CUDA, (8, 0), "reference", "reference"),
+    (torch.device("meta"), None, "reference", "reference"),
+]
+
+NOT_HERE = [
+    (CPU, None, "sm100"),
+    (CPU, None, "sm90"),
+    (CUDA, (8, 0), None),
+    (CUDA, (12, 0), None),
+    (CUDA, (9, 0), "sm100"),
+    (CUDA, (10, 0), "sm90"),
+    (torch.device("meta"), None, None),
+]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+
+
+@pytest.mark.parametrize(("device", "capability", "asked", "answer"), RULE)
+def test_backend_rule(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    capability: tuple[int, int] | None,
+    asked: str | None,
+    answer: str,
+) -> None:
+    """Guards the documented rule, case by case."""
+    pretend(monkeypatch, capability)
+    assert resolve_backend(asked, device) == answer
+
+
+@pytest.mark.parametrize(("device", "capability", "asked"), NOT_HERE)
+def test_no_backend_is_ever_substituted(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, capability: tuple[int, int] | None, asked: str | None
+) -> None:
+    """Guards a GPU run that silently computes in PyTorch, or launches another architecture's kernels."""
+    pretend(monkeypatch, capability)
+    with pytest.raises(UnavailableError, match='next:     pass backend="reference"'):
+        resolve_backend(asked, device)
+
+
+def test_unknown_backend_is_refused() -> None:
+    """Guards a typo that would mean the default."""
+    with pytest.raises(ValueError, match="expected: None or one of 'sm100', 'sm90', 'reference'"):
+        resolve_backend("SM100", CPU)
+
+
+def test_hopper_without_its_launchers_points_to_the_reference() -> None:
+    """Guards a dead end: the error must name the way on."""
+    with pytest.raises(UnavailableError, match='backend="reference"'):
+        backends.bind_kernels("sm90")
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "q.dtype": {"dtype": torch.float16},
+    "query heads": {"query_heads": 32},
+    "key/value heads": {"key_heads": 8},
+    "head dimension": {"dim": 64},
+    "blocks per query": {"topk": 8},
+    "softmax_scale": {"scale": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", [None, *LIMITS])
+def test_sm100_names_what_it_is_not_built_for(name: str | None) -> None:
+    """Guards a shape that the SM100 kernels would read out of bounds, and a scale that its backward ignores."""
+    usual: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "query_heads": 64,
+        "key_heads": 4,
+        "dim": 128,
+        "topk": 16,
+        "scale": 128**-0.5,
+    }
+    shape = {**usual, **(LIMITS[name] if name else {})}
+
+    def check() -> None:
+        q = torch.zeros(1, shape["query_heads"], shape["dim"], dtype=shape["dtype"])
+        k = torch.zeros(1, shape["key_heads"], shape["dim"], dtype=shape["dtype"])
+        backends.require_supported("sm100", q=q, k=k, topk=shape["topk"], softmax_scale=shape["scale"])
+
+    if name is None:
+        return check()
+    with pytest.raises(ArgumentValueError, match=f"the sm100 backend does not support this {name}"):
+        check()
+    return None
+
+
+@pytest.fixture
+def sm100_in_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The SM100 path of the operators with the reference launchers behind it; returns run_backward's keywords."""
+    reference = kernels(backend="reference")
+    calls: list[dict[str, Any]] = []
+
+    def run_backward(**keywords: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(keywords)
+        return reference.run_backward(**keywords)
+
+    monkeypatch.setattr(ops, "resolve_backend", lambda backend, device: "sm100")
+    monkeypatch.setattr(ops, "bind_kernels", lambda name: replace(reference, run_backward=run_backward))
+    return calls
+
+
+def test_sm100_path_makes_the_calls_of_the_contract(sm100_in_name: list[dict[str, Any]]) -> None:
+    """Guards run_backward's arguments on SM100, which takes no scale and only the four-headed schedule."""
+    case = make_case([130, 3], model_shape=True)
+    expected = differentiate(case)
+    (call,) = sm100_in_name
+    assert set(call) == {"q", "k_aligned", "v_aligned", "grad_out", "lse", "out", "schedule"}
+    assert type(call["schedule"]) is MSABackwardSchedule
+    assert call["k_aligned"].shape == (384, 4, 128)
+    assert not call["v_aligned"][130:256].any()
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+
+
+def test_sm100_path_refuses_before_it_launches(sm100_in_name: list[dict[str, Any]], deterministic: Any) -> None:
+    """Guards the operator against losing one of its three checks."""
+    with pytest.raises(ArgumentValueError, match=r"the sm100 backend does not support this q\.dtype"):
+        differentiate(make_case([5]))
+    case = make_case([130, 3], model_shape=True)
+    out = sparse_attention(*case.inputs, case.block_ids, case.microbatch)
+    deterministic(True)
+    with pytest.raises(NotDeterministicError):
+        sparse_attention(*case.inputs, case.block_ids, case.microbatch)
+    with pytest.raises(NotDeterministicError):
+        out.sum().backward()
+    deterministic(False)
+    case.block_ids[0, 0, :2] = 0
+    with pytest.raises(RuntimeError, match="block_ids repeat a block"):
+        sparse_attention(*case.inputs, case.block_ids, case.microbatch)
+    assert sm100_in_name == []
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Any]:
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+def test_reference_repeats_bitwise_under_deterministic_algorithms(deterministic: Any) -> None:
+    """Guards an operator that PyTorch has no deterministic version of."""
+    deterministic(True)
+    case = make_case([129, 40])
+    for first, second in zip(differentiate(case), differentiate(case), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_kernels_refuse_deterministic_algorithms(deterministic: Any) -> None:
+    """Guards a run believed to be repeatable while dq is summed by atomics."""
+    backends.require_determinism("sm100")
+    deterministic(True)
+    with pytest.raises(NotDeterministicError, match="no deterministic sm100 kernels"):
+        backends.require_determinism("sm100")
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match="no deterministic sm100 kernels"):
+        backends.require_determinism("sm100")
