@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -99,9 +100,9 @@ def test_name_and_provenance_follow_the_digest(pristine: Path, manifest: Manifes
         digest = str(tree.provenance["built_tree_digest"])
         assert tree.package == "_msa_" + digest.removeprefix("sha256:")[:12]
         assert tree.provenance["package"] == f"msa_vendored.{tree.package}"
-    touched = [row["path"] for row in patched.provenance["touched"]]  # type: ignore[attr-defined]  # JSON: a list
+    touched = [row["path"] for row in cast("list[dict[str, str]]", patched.provenance["touched"])]
     assert touched == ["api.py", "cute/interface.py", "cute/src/kernel.py"]
-    (patch,) = patched.provenance["patches"]  # type: ignore[misc]  # JSON: a list
+    (patch,) = cast("list[dict[str, Any]]", patched.provenance["patches"])
     assert (patch["kind"], patch["subject"]) == ("numerical", "make the value VALUE = 2")
     assert [touch["path"] for touch in patch["touches"]] == ["cute/src/kernel.py"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ptx_emulator import emulate
 from ptx_emulator.alu import LANE_OPS
-from ptx_emulator.card import Card, DriverError
+from ptx_emulator.card import Card
 from ptx_emulator.snippets import WIDTHS, lane_address, lane_op_module, module
 from ptx_emulator.tensor_map import encode_tensor_map
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 TARGET = "sm_90a"
 APPROXIMATE = ("ex2", "lg2", "rcp.approx", "rsqrt", "sqrt.approx", "div.approx", "div.full", "sin", "cos", "tanh")
 SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "mad24", "mul24")
-NO_NUMBERS = ("cvta.",)
-"""Addresses: the emulator's windows are not the card's."""
+NOT_COMPARED = ("cvta.", "lop3.")
+"""Addresses, since the emulator's windows are not the card's; lop3, whose table must be an immediate."""
 FLOAT_TYPES = {"f32": torch.float32, "f64": torch.float64}
 SPECIAL_WORDS = [0, 1, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x00000001, 0x007FFFFF]
 SPECIAL_WORDS += [0x00800000, 0x7F7FFFFF, 0x477FE000, 0x477FF000, 0x33800000, 0x4F000000, 0xFFFFFFFF, 0x7FFFFFFF]
@@ -45,22 +45,14 @@ def operand(kind: str, generator: random.Random) -> torch.Tensor:
 def same(kind: str, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise, except that one NaN is as good as another where the ISA does not give its payload."""
     if kind in FLOAT_TYPES:
-        left, right = a.view(FLOAT_TYPES[kind]), b.view(FLOAT_TYPES[kind])
-        both_nan = torch.isnan(left) & torch.isnan(right)
-        return bool(
-            (
-                both_nan
-                | (
-                    left.view(torch.int32 if kind == "f32" else torch.int64)
-                    == right.view(torch.int32 if kind == "f32" else torch.int64)
-                )
-            ).all()
-        )
-    return torch.equal(a, b)
+        words = torch.int32 if kind == "f32" else torch.int64
+        both_nan = torch.isnan(a.view(FLOAT_TYPES[kind])) & torch.isnan(b.view(FLOAT_TYPES[kind]))
+        return bool((both_nan | (a.view(words) == b.view(words))).all())
+    return bool(torch.equal(a, b))
 
 
 @pytest.mark.parametrize(
-    "opcode", [name for name in LANE_OPS if not any(part in name for part in (*SM100_ONLY, *NO_NUMBERS))]
+    "opcode", [name for name in LANE_OPS if not any(part in name for part in (*SM100_ONLY, *NOT_COMPARED))]
 )
 def test_lane_instruction_agrees_with_the_card(card: Card, opcode: str) -> None:
     """An instruction that the table gets wrong in a corner that nobody thought of."""
@@ -79,17 +71,31 @@ def test_lane_instruction_agrees_with_the_card(card: Card, opcode: str) -> None:
         if opcode.startswith("fns"):  # results for offsets out of range are left open
             sources[1:] = [torch.full((32,), 1, dtype=torch.int32).view(torch.uint8)] * 2
         out = torch.zeros(32 * WIDTHS[kind], dtype=torch.uint8)
-        try:
-            expected = card.run(text, [*sources, out])[-1]
-        except DriverError as error:
-            pytest.skip(f"not for {TARGET}: {error}")
+        expected = card.run(text, [*sources, out])[-1]
         emulate(text, *sources, out)
         if any(opcode.startswith(prefix) for prefix in APPROXIMATE):
-            torch.testing.assert_close(
-                out.view(torch.float32), expected.view(torch.float32), rtol=2**-20, atol=2**-20, equal_nan=True
-            )
+            # The ISA's bound for tanh is 2^-11, for the others 2^-22 or better.
+            bound = 2**-10 if opcode.startswith("tanh") else 2**-20
+            torch.testing.assert_close(out.view(torch.float32), expected.view(torch.float32), rtol=bound, atol=bound)
         else:
-            assert same(kind, out, expected), (seed, [s.tolist() for s in sources], out.tolist(), expected.tolist())
+            assert same(kind, out, expected), describe(op.sources, sources, kind, out, expected)
+
+
+def describe(
+    kinds: tuple[str, ...], sources: list[torch.Tensor], kind: str, out: torch.Tensor, expected: torch.Tensor
+) -> str:
+    """The first lane that differs, in hexadecimal."""
+    width = WIDTHS[kind]
+    for lane in range(32):
+        part = slice(lane * width, (lane + 1) * width)
+        got, want = (bytes(t[part].tolist())[::-1].hex() for t in (out, expected))
+        if not same(kind, out[part].clone(), expected[part].clone()):
+            values = [
+                bytes(s[lane * WIDTHS[k] : (lane + 1) * WIDTHS[k]].tolist())[::-1].hex()
+                for s, k in zip(sources, kinds, strict=True)
+            ]
+            return f"lane {lane}: {values} gives {got}, on the card {want}"
+    return "equal"
 
 
 LANE = "mov.u32 %r0, %tid.x; and.b32 %r2, %r0, 31; shr.u32 %r1, %r0, 5; setp.eq.s32 %p1, %r0, 0; mov.u32 %r3, smem;"
@@ -125,7 +131,7 @@ def test_tensor_load_agrees_with_the_card(card: Card, swizzle: int) -> None:
         LANE
         + INIT
         + f"""
-    mov.b64 %d1, a; ld.param.u64 %d3, [b];
+    mov.b64 %d1, a; cvta.param.u64 %d1, %d1; ld.param.u64 %d3, [b];
     @!%p1 bra W;
     mbarrier.arrive.expect_tx.shared.b64 _, [%r3+32768], {size};
     cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes

@@ -213,7 +213,7 @@ def exact_sum_rounded_down(a: float, b: float) -> float:
     total = Fraction(a) + Fraction(b)
     nearest = np.float32(a) + np.float32(b)
     if math.isinf(nearest):
-        return float(nearest)
+        return float(nearest if nearest < 0 else np.finfo(np.float32).max)
     return float(nearest if Fraction(float(nearest)) <= total else np.nextafter(nearest, np.float32(-math.inf)))
 
 

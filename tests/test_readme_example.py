@@ -14,13 +14,13 @@ import torch
 
 from msa_vendored.training import Microbatch, select_blocks, sparse_attention
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
 MAX_EXAMPLE_LINES = 40
 
 
 def read_example(page: str) -> str:
     """The only fenced Python block of a page of the documentation."""
-    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1, page
     return blocks[0]
 
@@ -34,7 +34,7 @@ def run_example(page: str) -> dict[str, Any]:
 def test_first_training_step_lowers_the_loss(tmp_path: Path) -> None:
     """Guards the first thing a new user runs, as they run it: a script on a CPU, warnings as errors."""
     script = tmp_path / "first.py"
-    script.write_text(read_example("training.md"))
+    script.write_text(read_example("README.md"))
     assert len(script.read_text().splitlines()) <= MAX_EXAMPLE_LINES
     result = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
@@ -71,14 +71,14 @@ def expected_output(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_nemo_example_attends_within_documents(batch: dict[str, torch.Tensor]) -> None:
     """Guards the layer core of the Automodel page, padding included."""
-    out = run_example("nemo.md")["attend"](*batch.values())
+    out = run_example("docs/nemo.md")["attend"](*batch.values())
     assert torch.equal(out, expected_output(batch))
     assert not out[0, 140:].any()
 
 
 def test_megatron_example_takes_both_layouts(batch: dict[str, torch.Tensor]) -> None:
     """Guards the transposes of the Megatron page: [s, b, h, d] and packed [t, h, d] give the same numbers."""
-    core = run_example("megatron.md")["SparseCoreAttention"]()
+    core = run_example("docs/megatron.md")["SparseCoreAttention"]()
     *tensors, doc_ids = batch.values()
     out = core(*(tensor.transpose(0, 1) for tensor in tensors), doc_ids)
     expected = expected_output(batch).flatten(2)

@@ -176,7 +176,13 @@ def test_moving_to_a_pin_of_the_lock_replaces_its_patches(lab: Lab) -> None:
     """Guards a second rebase onto the same pin: what is no longer needed in its folder goes."""
     lab.upgrade(UPSTREAM, "--skip", "fix")
     lab.add_patch("third", {"x.txt": (b"five\n", b"5\n")})
-    run = lab.rebase("--to", "vllm-2.0", "--skip", "fix", "--skip", "other")
+    arguments = ["--to", "vllm-2.0", "--skip", "fix", "--skip", "other"]
+    refused = lab.rebase(*arguments)
+    assert (refused.code, refused.err.splitlines()[0]) == (
+        2,
+        "error[MSAV2]: pin vllm-2.0 has patches already, which the rebase would replace",
+    )
+    run = lab.rebase(*arguments, "--replace")
     assert run.code == 0, run.err
     folder = lab.root / "patches/vllm-2.0"
     assert sorted(path.name for path in folder.iterdir()) == ["series"]
@@ -209,8 +215,8 @@ def test_two_rebases_at_once_are_refused(lab: Lab) -> None:
 
 
 USAGE = {
-    "no-mode": ([], "one of --to, --continue, --skip, --keep and --abort says what to do"),
-    "two-modes": (["--to", "vllm==2.0", "--continue"], "one of --to, --continue, --skip, --keep and --abort"),
+    "no-mode": ([], "one of --to, --continue, --skip, --keep, --abort and --check says"),
+    "two-modes": (["--to", "vllm==2.0", "--continue"], "one of --to, --continue, --skip, --keep, --abort and --check"),
     "dry-continue": (["--continue", "--dry-run"], "--dry-run goes with --to"),
     "nowhere": (["--to", "HEAD"], "--to names nothing to move to"),
     "same-pin": (["--to", "vllm==1.0"], "--to names the pin that the patches are on"),

@@ -58,7 +58,7 @@ def test_licences_and_bill_of_materials_are_in_the_metadata(installed: Distribut
         "LICENSE", "MIT-MiniMax.txt", "BSD-3-Clause-NVIDIA-CUTLASS.txt", "Apache-2.0.txt", "NOTICE.txt",
     }  # fmt: skip
     (sbom,) = [name for name in names if ".dist-info/sboms/" in name]
-    patches = json.loads(installed.locate_file(sbom).read_text())["components"][0]["pedigree"]["patches"]  # type: ignore[attr-defined]  # a Path
+    patches = json.loads(installed.locate_file(sbom).read_text())["components"][0]["pedigree"]["patches"]
     assert len(patches) == len(msa_vendored.provenance().patches)
 
 

@@ -157,7 +157,9 @@ def prove_wheel(root: Path, wheel: Path, *, pin_id: str | None) -> dict[str, obj
 
 
 def _run(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir())
+    # A PYTHONPATH of the caller's would show pip another copy of the package, and it would install nothing.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir(), env=env)
     if result.returncode:
         raise DriftError(
             "the wheel does not prove itself in an empty environment",

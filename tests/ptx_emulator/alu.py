@@ -50,7 +50,7 @@ def _add(names: str, result: str, sources: str, expression: str) -> None:
 def _add_integer(bits: int) -> None:
     u, s = f"u{bits}", f"s{bits}"
     for name, expression in (("add", "a+b"), ("sub", "a-b"), ("mul.lo", "a*b")):
-        _add(f"{name}.s{bits} {name}.u{bits} {name}.b{bits}", u, f"{u} {u}", expression)
+        _add(f"{name}.s{bits} {name}.u{bits}", u, f"{u} {u}", expression)
     _add(f"mad.lo.s{bits} mad.lo.u{bits}", u, f"{u} {u} {u}", "a*b+c")
     for kind, minimum in ((s, f"(s{bits})(1ull<<{bits - 1})"), (u, None)):
         overflow = f"(a=={minimum}&&b==-1)?a:" if minimum else ""
@@ -193,9 +193,9 @@ def _add_float() -> None:
                 _add(f"{name}{rounding}{flush}.f32", "f32", "f32 f32", f"({{{read}{wrap(expression)};}})")
                 pair = ",".join(wrap(_lane(expression, part, flush)) for part in ("low", "high"))
                 _add(f"{name}{rounding}{flush}.f32x2", "u64", "u64 u64", f"pair({pair})")
-            _add(f"fma{rounding}{flush}.f32", "f32", "f32 f32 f32", f"({{{read3}{wrap('__builtin_fmaf(a,b,c)')};}})")
-            fused = ",".join(wrap(_lane("__builtin_fmaf(a,b,c)", part, flush)) for part in ("low", "high"))
-            _add(f"fma{rounding}{flush}.f32x2", "u64", "u64 u64 u64", f"pair({fused})")
+        _add(f"fma.rn{flush}.f32", "f32", "f32 f32 f32", f"({{{read3}{wrap('__builtin_fmaf(a,b,c)')};}})")
+        fused = ",".join(wrap(_lane("__builtin_fmaf(a,b,c)", part, flush)) for part in ("low", "high"))
+        _add(f"fma.rn{flush}.f32x2", "u64", "u64 u64 u64", f"pair({fused})")
         for rounding, direction in (("rm", "-INFINITY"), ("rp", "INFINITY")):
             a, b = _flush("a", flush), _flush("b", flush)
             _add(f"add.{rounding}{flush}.f32", "f32", "f32 f32", wrap(f"add_directed({a},{b},{direction})"))
@@ -266,12 +266,14 @@ def _add_compares() -> None:
     kinds = {"s32": "s32", "u32": "u32", "b32": "u32", "s64": "s64", "u64": "u64", "b64": "u64", "u16": "h", "b16": "h"}
     for name, expression in ordered.items():
         for kind, source in kinds.items():
+            if kind.startswith("b") and name not in ("eq", "ne"):
+                continue  # bits have no order
             _add(f"setp.{name}.{kind}", "pred", f"{source} {source}", expression)
         signed = expression.replace("a", "(s32)a").replace("b", "(s32)b")
         _add(f"setp.{name}.s16", "pred", "hs hs", signed)
         # On floats ne is the ordered one: false if either side is a NaN.
         ordered_float = "a<b||a>b" if name == "ne" else expression
-        _add(f"setp.{name}.f32 setp.{name}.ftz.f32", "pred", "f32 f32", ordered_float)
+        _add_float_compare(name, ordered_float)
         _add(f"setp.{name}.f64", "pred", "f64 f64", ordered_float)
     for unsigned, signed_name in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge")):
         _add(f"setp.{unsigned}.u32", "pred", "u32 u32", ordered[signed_name])
@@ -279,7 +281,13 @@ def _add_compares() -> None:
     unordered = {"neu": "!(a==b)", "equ": "!(a<b||a>b)", "ltu": "!(a>=b)", "leu": "!(a>b)", "gtu": "!(a<=b)"}
     unordered |= {"geu": "!(a<b)", "nan": "a!=a||b!=b", "num": "a==a&&b==b"}
     for name, expression in unordered.items():
-        _add(f"setp.{name}.f32 setp.{name}.ftz.f32", "pred", "f32 f32", expression)
+        _add_float_compare(name, expression)
+
+
+def _add_float_compare(name: str, expression: str) -> None:
+    _add(f"setp.{name}.f32", "pred", "f32 f32", expression)
+    flushed = re.sub(r"\b([ab])\b", r"flush(\1)", expression)
+    _add(f"setp.{name}.ftz.f32", "pred", "f32 f32", flushed)
 
 
 for _bits in (32, 64):

@@ -17,6 +17,8 @@ def add_rebase_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", action="append", default=[], metavar="PATCH", help="do without it; may be repeated")
     parser.add_argument("--keep", action="append", default=[], metavar="PATCH", help="carry it although it stopped")
     parser.add_argument("--abort", action="store_true", help="give up; the checkout was not touched")
+    parser.add_argument("--replace", action="store_true", help="replace the patches that the new pin has already")
+    parser.add_argument("--check", action="store_true", help="only run the checks of the end, for --pin")
     parser.add_argument("--no-checks", action="store_true", help="do not build, prove and compile at the end")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
 

@@ -74,6 +74,7 @@ def start_rebase(
     old_source: str | None = None,
     dry_run: bool = False,
     make_default: bool = False,
+    replace_patches: bool = False,
 ) -> Result:
     """Begin to move the patches of the pin ``pin_id`` to what ``wish`` names.
 
@@ -86,9 +87,11 @@ def start_rebase(
         old_source: where to take the old tree from, if it is not vendored yet.
         dry_run: write nothing, keep nothing.
         make_default: make the new pin the default one.
+        replace_patches: the new pin may be one of the lock that has patches already, which are replaced.
 
     Raises:
-        UsageError: a rebase is in progress, a decision names no patch, or see ``resolve_target``.
+        UsageError: a rebase is in progress, a decision names no patch, the new pin has patches already, or see
+            ``resolve_target``.
         BusyError: another process is rebasing this checkout.
         MSAVendoredError: the old or the new tree could not be had; nothing is left behind then.
     """
@@ -99,6 +102,8 @@ def start_rebase(
         folder = _make_scratch_folder(root)
         try:
             state = _set_up(checkout, folder, wish, old_source, report)
+            if not dry_run and not replace_patches:
+                _refuse_replacing(checkout, parse_pin(state.pin_text).id)
             state = replace(state, decisions=dict(decisions), make_default=make_default)
             result = _go_on(root, state, dry_run=dry_run)
         except BaseException:  # also a keyboard interrupt: this is none of the stops, there is nothing to continue
@@ -108,6 +113,19 @@ def start_rebase(
         if dry_run:
             shutil.rmtree(folder, ignore_errors=True)
         return result
+
+
+def _refuse_replacing(checkout: Checkout, pin_id: str) -> None:
+    """A pin of the lock may have patches that were edited for it, or that no other pin has."""
+    patches = [patch.file for pin in checkout.lock.pins if pin.id == pin_id for patch in pin.patches]
+    if patches:
+        raise UsageError(
+            f"pin {pin_id} has patches already, which the rebase would replace",
+            where=f"{checkout.root}: third_party/msa.lock.toml",
+            got=", ".join(patches),
+            next_command="the same command with --dry-run to look, or with --replace; to add one patch to the pin: "
+            f"nox -s patch -- new NAME --pin {pin_id} --only",
+        )
 
 
 def continue_rebase(root: Path, *, decisions: Mapping[str, Decision], report: Report) -> Result:

@@ -35,7 +35,7 @@ inline u32 to_f16(f32 value) {
 }
 inline u32 to_tf32(f32 value) {  // round to nearest, ties away, as cvt.rna
   u32 x = bit_cast<u32>(value);
-  return (x & 0x7f800000u) == 0x7f800000u ? x : (x + 0x1000) & 0xffffe000u;
+  return ((x & 0x7f800000u) == 0x7f800000u ? x : x + 0x1000) & 0xffffe000u;
 }
 inline f32 fma_half(f32 a, f32 b, f32 c) { return (f32)((f64)a * b + c); }
 inline f32 flush(f32 value) {
@@ -75,7 +75,11 @@ inline f32 max_number_nan(f32 a, f32 b) { return a != a || b != b ? bit_cast<f32
 // a + b rounded towards an infinity: the error of the nearest sum is exact (two-sum), its sign says where to go.
 inline f32 add_directed(f32 a, f32 b, f32 direction) {
   volatile f32 sum = a + b;
-  if (!std::isfinite(sum)) return sum;
+  if (!std::isfinite(sum)) {
+    // Rounding towards the other infinity, a finite sum never overflows.
+    const bool overflow = std::isfinite(a) && std::isfinite(b) && (sum > 0) != (direction > 0);
+    return overflow ? std::copysign(std::numeric_limits<f32>::max(), sum) : sum;
+  }
   volatile f32 part = sum - a;
   volatile f32 error = (a - (sum - part)) + (b - part);
   if (direction < 0 ? error < 0 : error > 0) return nextafterf(sum, direction);
