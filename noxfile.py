@@ -7,6 +7,8 @@ The work is in ``msa_vendored/vendoring``; each session only sets up an environm
 from __future__ import annotations
 
 import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -53,14 +55,18 @@ def vendor(session: nox.Session) -> None:
     run_vendoring(session, "vendor")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def build(session: nox.Session) -> None:
     """Vendor, verify, patch, rewrite, build the wheel, install it in an empty environment, prove it.
 
-    The environment is never reused: a stale one would hide a missing requirement.
+    The environment is made for this run alone: a stale one would hide a missing requirement, and two runs at once
+    would delete each other's.
     """
-    session.install(*BUILD_REQUIRES)
-    run_vendoring(session, "build")
+    with tempfile.TemporaryDirectory(prefix="msa-vendored-build-") as folder:
+        session.run(sys.executable, "-m", "venv", folder)
+        python = str(Path(folder) / "bin" / "python")
+        session.run(python, "-m", "pip", "install", "--quiet", *BUILD_REQUIRES)
+        session.run(python, "-m", "msa_vendored.vendoring", "build", *session.posargs)
 
 
 @nox.session(reuse_venv=True)
@@ -107,6 +113,15 @@ def patch(session: nox.Session) -> None:
     """Make, refresh, drop or list patches [-- new NAME | refresh NAME | drop NAME | list]: see docs/upgrade.md."""
     session.install(*BUILD_REQUIRES)
     run_vendoring(session, "patch")
+
+
+@nox.session(reuse_venv=True)
+def mutate(session: nox.Session) -> None:
+    """Delete each synchronisation of a kernel in turn and see whether the emulator notices [-- forward|combine]."""
+    install_test_environment(session)
+    install_wheel(session)
+    env = {**SAFE_PATH, "PYTHONPATH": "tests"}
+    session.run("python", "-m", "ptx_emulator.mutate", *(session.posargs or ["forward"]), env=env)
 
 
 @nox.session(reuse_venv=True)

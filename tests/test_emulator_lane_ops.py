@@ -329,6 +329,6 @@ def test_unknown_opcode_or_modifier_is_refused_by_name(statement: str) -> None:
 
 
 def test_register_of_the_wrong_width_is_refused() -> None:
-    """A 64-bit register silently read as 32 bits gave wrong numbers in the prototype."""
+    """A 64-bit register that is silently read as 32 bits gives wrong numbers."""
     with pytest.raises(UnsupportedPtxError, match="%d0 is 64 bits wide, 32 expected"):
         emulate(module("add.s32 %r0, %d0, %r1;"))

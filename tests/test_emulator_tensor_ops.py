@@ -99,7 +99,7 @@ def test_vector_and_packed_reductions() -> None:
 
 
 def test_wide_register_loads_sign_extend() -> None:
-    """ld.global.s32 into a 64-bit register: the prototype wrote 4 bytes a lane, silently."""
+    """ld.global.s32 into a 64-bit register has 8 bytes a lane to write, not 4."""
     source = torch.arange(-16, 16, dtype=torch.int32)
     out = torch.zeros(32, dtype=torch.int64)
     body = lane_address("%d0", "a0", 4) + "ld.global.s32 %d1, [%d0];" + lane_address("%d2", "a1", 8)

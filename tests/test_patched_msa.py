@@ -41,7 +41,7 @@ def run(command: list[str], **environment: str) -> str:
     result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no error output"]
     errors = [line for line in lines if "rror:" in line or "\x1b[0m" in line] or lines  # the DSL colours its reports
-    assert result.returncode == 0, f"exit {result.returncode}: {'; '.join(errors[-4:])}"
+    assert result.returncode == 0, f"exit {result.returncode}: {'; '.join(errors[-6:])}"
     return result.stdout
 
 

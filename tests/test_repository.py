@@ -100,3 +100,12 @@ def test_noxfile_holds_documented_sessions_only() -> None:
     assert len(text.splitlines()) <= 250
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     assert [node.name for node in functions if not ast.get_docstring(node)] == []
+
+
+def test_the_build_session_never_reuses_an_environment() -> None:
+    """Guards a clean build: a reused environment hides a missing requirement, and an editable one the patches."""
+    text = (ROOT / "noxfile.py").read_text()
+    build = text[text.index("def build(") : text.index("@nox.session", text.index("def build("))]
+    assert '@nox.session(venv_backend="none")\ndef build(' in text
+    assert "tempfile.TemporaryDirectory" in build
+    assert '"-e"' not in text

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+import time
+import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
 
 import msa_vendored
+from msa_vendored.vendoring.lock import Pin, read_lock
+from msa_vendored.vendoring.metadata_hook import PinMetadataHook
 from msa_vendored.vendoring.pipeline import read_checkout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +74,26 @@ def test_upstream_tests_and_examples_stay_out(names: list[str]) -> None:
     assert [name for name in private if "test_" in name or "example" in name or "bench" in name] == []
 
 
+def test_the_extra_installs_what_the_pin_was_tested_with(installed: Distribution) -> None:
+    """Guards the remedy in error messages: another version of the DSL or quack would be refused at once."""
+    wanted = [line for line in installed.metadata.get_all("Requires-Dist") or [] if "sm100" in line]
+    tested_with = msa_vendored.provenance().tested_with
+    assert len(tested_with) == 3
+    for name, version in tested_with.items():
+        assert f"{name}=={version}; extra == 'sm100'" in [line.replace('"', "'") for line in wanted]
+
+
+@pytest.mark.parametrize("pin", read_lock(ROOT / "third_party" / "msa.lock.toml").pins, ids=lambda pin: pin.id)
+def test_each_pins_wheel_gets_its_own_extra(pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second pin, whose forward wants another DSL than the default's."""
+    monkeypatch.setenv("MSA_VENDORED_PIN", pin.id)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    metadata: dict[str, dict[str, list[str]]] = {}
+    PinMetadataHook(str(ROOT), {}).update(metadata)
+    extra = metadata["optional-dependencies"]["sm100"]
+    assert {f"{name}=={version}" for name, version in pin.tested_with.items()} <= set(extra)
+
+
 def run_build_tool(*arguments: str, cwd: Path, **environment: str) -> None:
     """Run a module with this interpreter; fails with its output."""
     command = [sys.executable, "-m", *arguments]
@@ -115,3 +140,54 @@ def test_an_editable_install_is_refused(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "an editable install cannot hold the patched MSA" in result.stdout + result.stderr
+
+
+@pytest.fixture
+def copied_checkout(tmp_path: Path) -> Path:
+    """A copy of what a build reads, in a git repository of somebody else, with no tree fetched."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    root = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__", "msa", "_msa*", "_provenance.json")
+    for name in ("msa_vendored", "patches", "third_party"):
+        shutil.copytree(ROOT / name, root / name, ignore=ignored)
+    for name in ("LICENSE", "README.md", "pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def start_build(root: Path) -> subprocess.Popen[str]:
+    """Build in a copied checkout, from this checkout's pristine tree, without the network."""
+    pristine = ROOT / "third_party" / "msa" / read_checkout(ROOT).pin.id
+    code = "import sys; sys.path.insert(0, '.'); from msa_vendored.vendoring.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "build", "--offline", "--from", str(pristine)]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+def test_builds_at_once_and_after_a_kill_give_the_same_whole_wheel(copied_checkout: Path) -> None:
+    """Guards the build against its own kind: one run killed, then two at once, inside a foreign repository.
+
+    Without the partial siblings, locks and renames, the survivor would find half a tree or half a wheel.
+    """
+    killed = start_build(copied_checkout)
+    trees = copied_checkout / "build" / "trees"
+    for _ in range(600):  # until the tree is being written, or for 60 s
+        if trees.is_dir() and any(trees.iterdir()):
+            break
+        time.sleep(0.1)
+    killed.kill()
+    killed.communicate()
+    both = [start_build(copied_checkout) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert [path.name for path in (copied_checkout / "dist").iterdir()] == [
+        f"msa_vendored-{msa_vendored.__version__}-py3-none-any.whl"
+    ]
+    (wheel,) = (copied_checkout / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        record = json.loads(archive.read("msa_vendored/_provenance.json"))
+        assert record == msa_vendored.provenance().to_dict()
+        folder = record["package"].replace(".", "/")
+        for row in record["touched"]:
+            assert hashlib.sha256(archive.read(f"{folder}/{row['path']}")).hexdigest() == row["sha256"]
