@@ -486,7 +486,7 @@ def test_remove_tree_deletes_read_only_folders_and_follows_no_link(source: Path,
 def test_everything_works_without_root_s_privileges(source: Path) -> None:
     """Guards renames, deletions and unreadable new folders (umask 0777): in the wrong order only root may do them."""
     # pytest's own folder, and whatever TMPDIR names, may be closed to others.
-    home = Path(tempfile.mkdtemp(dir="/tmp"))  # noqa: S108 -- a new folder of its own
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         shutil.copytree(source, home / "source", copy_function=shutil.copyfile)
         for path in [home, *home.rglob("*")]:
