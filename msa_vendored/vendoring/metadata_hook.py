@@ -10,7 +10,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ALSO_IMPORTED = ("cuda-bindings>=13.0", "jinja2>=3.1", "ninja>=1.11")
-"""What the official launchers import or run besides; any of these releases was seen to do."""
+"""What the official launchers import or run besides; tried with 13.4.4, 3.1.6 and 1.13.2, the bounds are a guess."""
 
 
 class PinMetadataHook(MetadataHookInterface):
