@@ -149,6 +149,35 @@ def bin_count(tokens: int, workspace_rows: int, kv_heads: int, window: int) -> i
     return kv_heads * -(-tokens // window) * (workspace_rows // KEYS_PER_BLOCK)
 
 
+@dataclass(frozen=True, slots=True)
+class ScratchLayout:
+    """First words of the sections of the device build's scratch, int32; ``words`` is its size, a multiple of 4.
+
+    Per (kv head, row): ``tilings`` (a checksum of the items' intervals), ``items`` (one item of the row, from 1) and
+    ``row_tasks``. Per (kv head, key block): ``owners`` (the row of that block, from 1). Per (kv head, window):
+    ``totals`` (tasks). Per bin: ``firsts`` and ``ends``, indices of tasks within their row; in the end ``ends`` holds
+    what to add to an index to get its place in the tables. All but ``row_tasks`` are cleared by the build.
+    """
+
+    tilings: int
+    items: int
+    owners: int
+    totals: int
+    firsts: int
+    ends: int
+    row_tasks: int
+    words: int
+
+
+def plan_scratch(kv_heads: int, rows: int, tokens: int, workspace_rows: int, window: int) -> ScratchLayout:
+    """Scratch of the device build for ``rows`` rows (``row_ptr.shape[1] - 1``) per kv head."""
+    groups, bins = kv_heads * -(-tokens // window), bin_count(tokens, workspace_rows, kv_heads, window)
+    blocks = kv_heads * (workspace_rows // KEYS_PER_BLOCK)
+    sizes = [kv_heads * rows, kv_heads * rows, blocks, groups, bins, bins, kv_heads * rows]
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return ScratchLayout(*starts[:-1], words=-(-starts[-1] // 4) * 4)
+
+
 def task_capacity(edge_capacity: int, work_capacity: int, kv_heads: int, ratio: int, *, rows: int | None = None) -> int:
     """Tasks that no valid schedule can exceed.
 
