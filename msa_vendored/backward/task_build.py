@@ -194,9 +194,9 @@ class TaskBuild:
                 _flag(error_word, BAD_ITEM | INCONSISTENT)
             if valid & (edges > 0):
                 change = _mix(begin + edges, document, block) - _mix(begin, document, block)
-                cute.arch.atomic_add(_address(tilings, head, row), Int32(change))
-                cute.arch.atomic_max(_address(row_items, head, row), item + 1)
-                cute.arch.atomic_max(_address(block_owners, head, start // KEYS_PER_BLOCK + block), row + 1)
+                cute.arch.atomic_add(_address(tilings, (head, row)), Int32(change))
+                cute.arch.atomic_max(_address(row_items, (head, row)), item + 1)
+                cute.arch.atomic_max(_address(block_owners, (head, start // KEYS_PER_BLOCK + block)), row + 1)
 
     @cute.jit
     def names_row(self, head: Int32, row: Int32, row_ptr: cute.Tensor) -> Boolean:
@@ -384,8 +384,8 @@ class TaskBuild:
 
 
 @cute.jit
-def _address(tensor: cute.Tensor, *coordinates: Int32) -> cute.Pointer:
-    return tensor.iterator + cute.crd2idx(coordinates, tensor.layout)
+def _address(tensor: cute.Tensor, coordinate: Any) -> cute.Pointer:
+    return tensor.iterator + cute.crd2idx(coordinate, tensor.layout)
 
 
 def compile_task_build(*, arch: str, ratio: int) -> Callable[..., None]:
