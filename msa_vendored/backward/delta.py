@@ -78,7 +78,9 @@ def compile_delta(*, arch: str) -> Callable[..., None]:
     """
     tokens, heads = cute.sym_int(), cute.sym_int()
     order = (2, 1, 0)
-    rows = cute.runtime.make_fake_compact_tensor(BFloat16, (tokens, heads, HEAD_DIM), stride_order=order, assumed_align=16)
+    rows = cute.runtime.make_fake_compact_tensor(
+        BFloat16, (tokens, heads, HEAD_DIM), stride_order=order, assumed_align=16
+    )
     delta = cute.runtime.make_fake_compact_tensor(Float32, (tokens, heads), stride_order=(1, 0), assumed_align=4)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(launch_delta, rows, rows, delta, stream, options=compile_options(arch))

@@ -133,7 +133,9 @@ class TaskBuild:
         tables = (task_meta, task_qrows, task_qpos)
 
         quads = cute.size(scratch) // 4
-        self.clear(scratch, quads).launch(grid=(cute.ceil_div(quads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.clear(scratch, quads).launch(
+            grid=(cute.ceil_div(quads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
         self.read_items(csr, work_count, row_state, error_word, tokens, workspace_rows).launch(
             grid=(items.shape[0] // THREADS + 1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -234,7 +236,9 @@ class TaskBuild:
             _flag(error_word, BAD_ROW | INCONSISTENT)
         cute.arch.sync_threads()
         if good:
-            self.check_queries(q_indices, head, first, last, cu_seqlens[document + 1] - cu_seqlens[document], bad_queries)
+            self.check_queries(
+                q_indices, head, first, last, cu_seqlens[document + 1] - cu_seqlens[document], bad_queries
+            )
         cute.arch.sync_threads()
         if good & (bad_queries[0] != 0):
             good = Boolean(False)
