@@ -133,7 +133,9 @@ class TaskBuild:
         tables = (task_meta, task_qrows, task_qpos)
 
         quads = cute.size(scratch) // 4
-        self.clear(scratch, quads).launch(grid=(cute.ceil_div(quads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.clear(scratch, quads).launch(
+            grid=(cute.ceil_div(quads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
         self.read_items(csr, work_count, row_state, error_word, tokens, workspace_rows).launch(
             grid=(items.shape[0] // THREADS + 1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -154,8 +156,8 @@ class TaskBuild:
         cta, _, _ = cute.arch.block_idx()
         quad = cta * THREADS + thread
         if quad < quads:
-            words = cute.make_tensor((scratch.iterator + quad * 4).align(16), cute.make_layout(4))
-            words.fill(0)
+            words = scratch.iterator + cute.assume(quad * 4, divby=4)
+            cute.make_tensor(words, cute.make_layout(4)).fill(0)
 
     @cute.kernel
     def read_items(
@@ -234,7 +236,9 @@ class TaskBuild:
             _flag(error_word, BAD_ROW | INCONSISTENT)
         cute.arch.sync_threads()
         if good:
-            self.check_queries(q_indices, head, first, last, cu_seqlens[document + 1] - cu_seqlens[document], bad_queries)
+            self.check_queries(
+                q_indices, head, first, last, cu_seqlens[document + 1] - cu_seqlens[document], bad_queries
+            )
         cute.arch.sync_threads()
         if good & (bad_queries[0] != 0):
             good = Boolean(False)
@@ -376,11 +380,11 @@ class TaskBuild:
                     task_qrows[place, slot] = query_row
                     task_qpos[place, slot] = position
                     if slot == 0:
-                        meta = cute.make_tensor((task_meta.iterator + place * 4).align(16), cute.make_layout(4))
+                        meta = task_meta.iterator + cute.assume(place * 4, divby=4)
                         values = cute.make_rmem_tensor(4, Int32)
                         values[0], values[1], values[2] = document, head, block
                         values[3] = cutlass.min(last - edge, lanes)
-                        meta.store(values.load())
+                        cute.make_tensor(meta, cute.make_layout(4)).store(values.load())
 
 
 @cute.jit
