@@ -37,6 +37,7 @@ def launch_delta(out: cute.Tensor, grad_out: cute.Tensor, delta: cute.Tensor, st
 
 @cute.kernel
 def sum_rows(out: cute.Pointer, grad_out: cute.Pointer, delta: cute.Pointer, rows: Int32) -> None:
+    """The stage's kernel: :data:`ROWS_PER_CTA` rows for each CTA."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     lane = thread % LANES_PER_ROW
@@ -45,6 +46,7 @@ def sum_rows(out: cute.Pointer, grad_out: cute.Pointer, delta: cute.Pointer, row
     for i in cutlass.range_constexpr(ROWS_PER_GROUP):
         # Rows beyond the last read the last; nothing is stored for them. In elements, rows can exceed int32.
         offset = Int64(cutlass.min(first + i, rows - 1)) * HEAD_DIM + lane * VALUES_PER_LANE
+        offset = cute.assume(offset, divby=VALUES_PER_LANE)
         factors.append((_load_values(out + offset), _load_values(grad_out + offset)))
     mine = Float32(0)
     for i in cutlass.range_constexpr(ROWS_PER_GROUP):
@@ -63,7 +65,7 @@ def sum_rows(out: cute.Pointer, grad_out: cute.Pointer, delta: cute.Pointer, row
 
 @cute.jit
 def _load_values(pointer: cute.Pointer) -> cute.TensorSSA:
-    return cute.make_tensor(pointer.align(16), cute.make_layout(VALUES_PER_LANE)).load().to(Float32)
+    return cute.make_tensor(pointer, cute.make_layout(VALUES_PER_LANE)).load().to(Float32)
 
 
 def compile_delta(*, arch: str) -> Callable[..., None]:

@@ -156,8 +156,8 @@ class TaskBuild:
         cta, _, _ = cute.arch.block_idx()
         quad = cta * THREADS + thread
         if quad < quads:
-            words = cute.make_tensor((scratch.iterator + quad * 4).align(16), cute.make_layout(4))
-            words.fill(0)
+            words = scratch.iterator + cute.assume(quad * 4, divby=4)
+            cute.make_tensor(words, cute.make_layout(4)).fill(0)
 
     @cute.kernel
     def read_items(
@@ -380,11 +380,11 @@ class TaskBuild:
                     task_qrows[place, slot] = query_row
                     task_qpos[place, slot] = position
                     if slot == 0:
-                        meta = cute.make_tensor((task_meta.iterator + place * 4).align(16), cute.make_layout(4))
+                        meta = task_meta.iterator + cute.assume(place * 4, divby=4)
                         values = cute.make_rmem_tensor(4, Int32)
                         values[0], values[1], values[2] = document, head, block
                         values[3] = cutlass.min(last - edge, lanes)
-                        meta.store(values.load())
+                        cute.make_tensor(meta, cute.make_layout(4)).store(values.load())
 
 
 @cute.jit
