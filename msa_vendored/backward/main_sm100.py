@@ -34,6 +34,7 @@ class Context:
     walk: Any
     smem: Any
     tmem: Any
+    descriptor: Any
     lane: Any
     warp: Any
     key_heads: Any
@@ -137,11 +138,7 @@ class MainKernel:
         softmax_scale: Float32,
     ) -> None:
         c = Context()
-        words = Int64(descriptor.iterator.toint())
-        c.walk = (*ptx.load_global_ints(words, 4), *ptx.load_global_ints(words + 16, 1))
-        c.chunk, c.grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        c.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        c.lane = cute.arch.lane_idx()
+        c.descriptor = Int64(descriptor.iterator.toint())
         c.smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024).toint())
         c.key_heads, c.scale = key_heads, softmax_scale
         tables = (task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts)
@@ -149,8 +146,15 @@ class MainKernel:
         c.maps = tuple(ptx.tensor_map_address(atom) for atom in (q_map, grad_out_map, k_map, v_map))
         c.rows = (Int64(lse.iterator.toint()), Int64(delta.iterator.toint()))
         c.out = (Int64(dq_pool.iterator.toint()), Int64(dkv.iterator.toint()), dkv.shape[0])
-        if c.chunk < c.walk[4]:
+        if cute.arch.block_idx()[0] < ptx.load_global_ints(c.descriptor + 16, 1)[0]:
             self._run(c)
+
+    def _enter(self, c: Context) -> None:
+        """Loads what a role needs in its own branch: kept in registers from before, it would be spilled there."""
+        c.walk = (*ptx.load_global_ints(c.descriptor, 4), *ptx.load_global_ints(c.descriptor + 16, 1))
+        c.chunk, c.grid = ptx.read_cta_index(), cute.arch.grid_dim()[0]
+        c.lane = cute.arch.lane_idx()
+        c.tmem = ptx.load_shared_ints(c.smem, Smem.TMEM_ADDRESS, 1)[0]
 
     @cute.jit
     def _interval(self, c: Context, chunk: Any) -> Any:
@@ -178,6 +182,7 @@ class MainKernel:
 
     @cute.jit
     def _run(self, c: Context) -> None:
+        c.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if c.warp == plan.MMA_WARP:
             with ptx.elect():
                 for index, arrivals in enumerate(plan.barrier_arrivals()):
@@ -185,7 +190,6 @@ class MainKernel:
                 cute.arch.mbarrier_init_fence()
             ptx.allocate_tensor_memory(c.smem + Smem.TMEM_ADDRESS, plan.TMEM_COLUMNS)
         cute.arch.sync_threads()
-        c.tmem = ptx.load_shared_ints(c.smem, Smem.TMEM_ADDRESS, 1)[0]
         service, compute, reduce = plan.PLAN.registers
         if c.warp < 4:
             cute.arch.setmaxregister_decrease(service)
@@ -213,6 +217,7 @@ class MainKernel:
 
     @cute.jit
     def _load(self, c: Context) -> None:
+        self._enter(c)
         tile, segment, head_before, block_before = Int32(0), Int32(0), Int32(-1), Int32(-1)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
             begin, end = self._interval(c, chunk)
@@ -263,6 +268,7 @@ class MainKernel:
 
         A row without a finite lse, or of no query, gets weight 2**-inf = 0 and delta 0, so that P and dS are 0.
         """
+        self._enter(c)
         tile = Int32(0)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
             begin, end = self._interval(c, chunk)
@@ -311,6 +317,7 @@ class MainKernel:
 
     @cute.jit
     def _multiply(self, c: Context) -> None:
+        self._enter(c)
         first, _ = self._interval(c, c.chunk)
         document, head, block, _ = self._meta(c, first)
         tile, segment, fresh = Int32(0), Int32(0), Int32(1)
@@ -446,6 +453,7 @@ class MainKernel:
     @cute.jit
     def _compute(self, c: Context) -> None:
         """P = 2**(S * scale * log2(e) - lse * log2(e)), then dS = P * (dP - delta) * scale. A thread owns a key."""
+        self._enter(c)
         key = (c.warp % 4) * 32 + c.lane
         lanes = c.tmem + ((c.warp % 4) << 21)
         log_scale, tile = c.scale * LOG2_E, Int32(0)
@@ -539,6 +547,7 @@ class MainKernel:
     @cute.jit
     def _reduce(self, c: Context) -> None:
         """dQ of each tile, dK and dV of each segment, added to global memory. A thread owns a head dim, then a key."""
+        self._enter(c)
         lane_in_tile = (c.warp % 4) * 32 + c.lane
         lanes = c.tmem + ((c.warp % 4) << 21)
         tile, segment = Int32(0), Int32(0)

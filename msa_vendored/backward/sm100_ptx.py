@@ -90,6 +90,11 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
     return type(yes)(cutlass.select_(condition, yes, no))
 
 
+def read_cta_index() -> Any:
+    """%ctaid.x, read here: a copy shared by the warp roles would be spilled by ptxas."""
+    return _assemble("mov.u32 $0, %ctaid.x;", [Int32], [])[0]
+
+
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
