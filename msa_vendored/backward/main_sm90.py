@@ -46,6 +46,7 @@ from msa_vendored.backward.sm90_ops import (
     red_add_f32x4,
     store_matrix_x4,
     swizzled,
+    unpack_bf16,
 )
 
 HEAD_DIM = 128
@@ -56,8 +57,8 @@ STAGES = 2
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 CONSUMERS = 2 * WARPGROUP
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 TILE_BYTES = ROWS * HEAD_DIM * 2
 STATISTICS = 8
 """Words of ``info`` before the key limits of the slots: kv head, key block, flags, valid keys, 4 unused."""
@@ -67,16 +68,22 @@ BARRIER_DS = 1
 6, 7: the warpgroup's own warps may overwrite it."""
 
 
-def dq_sum_index(row: int, d: int, *, bf16: bool) -> int:
-    """Where element (row of 8 heads, d) is in the 8 x 128 elements of ``dq_sum`` that begin at these rows.
+def dq_sum_index(row: int, d: int, *, heads: int, bf16: bool) -> int:
+    """Where element (row, d) is in the ``heads * 128`` elements of ``dq_sum`` that begin at a multiple of ``heads``.
 
     Threads add 16 bytes from their wgmma fragments, in which lane 4 r + a holds columns 2 a and 2 a + 1 of each 8. So
     every 64 bytes hold 16 (fp32) or 32 (bf16) consecutive d of one row with (8-column group, a) transposed, and every
-    512 bytes the 8 rows of one such range.
+    ``heads * 64`` bytes the rows of one such range.
+
+    Args:
+        row: query head modulo ``heads``.
+        d: 0 to 127.
+        heads: ``min(ratio, 8)``.
+        bf16: the type of the sums, else fp32.
     """
     groups = 4 if bf16 else 2
     span, group, lane, bit = d // (8 * groups), d // 8 % groups, d % 8 // 2, d % 2
-    return ((span * 8 + row) * 4 + lane) * 2 * groups + group * 2 + bit
+    return ((span * heads + row) * 4 + lane) * 2 * groups + group * 2 + bit
 
 
 def dkv_sum_index(key: int, d: int) -> int:
@@ -425,7 +432,7 @@ class MainBackwardSm90:
     ) -> None:
         """Statistics in the order of (half, row of the half). Rows without a query or a finite lse give P = dS = 0."""
         base = shared.statistics.data_ptr() + stage * (2 * ROWS)
-        statistics = cute.make_tensor(base, cute.make_layout((2, ROWS)))
+        statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
         for i in cutlass.range_constexpr(ROWS // 32):
             n = i * 32 + lane
             slot, member = n // self.ratio, n % self.ratio
@@ -551,32 +558,37 @@ class MainBackwardSm90:
         multiply(mma_s, s, mma_s.make_fragment_A(thr_s.partition_A(s_k)),
                  mma_s.make_fragment_B(thr_s.partition_B(q_rows)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
+        # dK of the half before is done, its operand's registers are free for dP.
+        warpgroup.wait_group(1)
         multiply(mma_s, dp, mma_s.make_fragment_A(thr_s.partition_A(s_v)),
                  mma_s.make_fragment_B(thr_s.partition_B(do_rows)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if flags & MASKED:
             self.hide_keys(s, info, half, thread, group)
-        base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * (2 * HALF)
-        statistics = cute.make_tensor(base, cute.make_layout((4, HALF // 2)))
+        base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
+        statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
         scale_log2 = softmax_scale * LOG2_E
-        corrections = cute.make_rmem_tensor((16,), Float32)
+        pair = cute.make_rmem_tensor((2,), Float32)
         for group8 in cutlass.range_constexpr(8):
-            pair = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4], pair)
-            corrections[group8 * 2], corrections[group8 * 2 + 1] = pair[1], pair[3]
+            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
             for i in cutlass.range_constexpr(4):
-                s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2 * 2]))
+                s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
             for i in cutlass.range_constexpr(2):
                 p_words[group8 * 2 + i] = pack_bf16(s[group8 * 4 + 2 * i], s[group8 * 4 + 2 * i + 1])
         warpgroup.fence()
         multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        for i in cutlass.range_constexpr(32):
-            dp[i] = s[i] * fma(dp[i], softmax_scale, -corrections[i // 4 * 2 + i % 2])
-        for i in cutlass.range_constexpr(16):
-            ds_words[i] = pack_bf16(dp[2 * i], dp[2 * i + 1])
+        for group8 in cutlass.range_constexpr(8):
+            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
+            for i in cutlass.range_constexpr(2):
+                at = group8 * 4 + 2 * i
+                # P again from its rounded form: 32 registers less are live while dP is.
+                p_low, p_high = unpack_bf16(p_words[group8 * 2 + i])
+                low = p_low * fma(dp[at], softmax_scale, -pair[0])
+                high = p_high * fma(dp[at + 1], softmax_scale, -pair[1])
+                ds_words[group8 * 2 + i] = pack_bf16(low, high)
         if group != half:
             cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
         self.store_ds(shared, ds_words, half, thread, group)
@@ -586,6 +598,8 @@ class MainBackwardSm90:
         warpgroup.fence()
         multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
+        if cutlass.const_expr(half == 0):
+            warpgroup.wait_group(0)
 
     @cute.jit
     def hide_keys(
@@ -634,6 +648,7 @@ class MainBackwardSm90:
         keys = cute.make_tensor(
             swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
         )
+        warpgroup.wait_group(0)
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
         warpgroup.fence()
         multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),

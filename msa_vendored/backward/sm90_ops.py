@@ -112,6 +112,17 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) 
     )
 
 
+@dsl_user_op
+def float_of_bits(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The fp32 with these bits."""
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
+    """The two bf16 of a register, low half first, as fp32."""
+    return float_of_bits(word << 16), float_of_bits(word & Int32(-65536))
+
+
 def multiply(mma: Any, accumulator: Any, a: Any, b: Any, *, accumulate: bool) -> None:
     """Issue ``accumulator (+)= a b`` over all 16-wide steps of the contraction; does not commit or wait."""
     for k in range(cute.size(a, mode=[2])):
