@@ -11,8 +11,11 @@ Two consumer warpgroups of a CTA take 64 of its 128 rows each:
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -58,12 +61,30 @@ def expect(problem: Problem) -> list[torch.Tensor]:
     return [(scores @ v).to(torch.bfloat16), scores.T @ q, scores.sum(0), q.sum(0).to(torch.bfloat16)]
 
 
+def run_on_card(result: Path) -> int:
+    """Compile as for the emulator, but launch on the CUDA device; saves the PTX and CPU copies of the outputs."""
+    os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP="ptx", CUTE_DSL_LINEINFO="1", CUTE_DSL_NO_CACHE="1")
+    os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="hopper-example-")
+    from ptx_emulator.hopper_kernel import compile_example
+
+    compiled = compile_example()
+    tensors = [tensor.cuda() for tensor in make_problem(2).tensors()]
+    compiled(*tensors)
+    torch.cuda.synchronize()
+    torch.save((compiled.__ptx__, [tensor.cpu() for tensor in tensors[3:]]), result)
+    return 0
+
+
 def main() -> int:
     """Run the requests on standard input, one JSON object each; results go out alike.
 
     A request has ``schedule``, ``seed`` and ``tiles``, and may have ``delete``: the kind of an instruction and which
-    of its occurrences is deleted from the kernel.
+    of its occurrences is deleted from the kernel. ``python -m ptx_emulator.hopper_example card`` runs a problem of two
+    tiles on the current CUDA device instead and saves its PTX and outputs in the file that the next argument names;
+    with ``emulator`` in place of ``card``, in the emulator.
     """
+    if sys.argv[1:2] == ["card"]:
+        return run_on_card(Path(sys.argv[2]))
     from ptx_emulator import Kernel, cute_host, emulate
     from ptx_emulator.mutate import delete
 
@@ -71,6 +92,11 @@ def main() -> int:
     from ptx_emulator.hopper_kernel import compile_example
 
     function = cute_host.CompiledFunction(compile_example())
+    if sys.argv[1:2] == ["emulator"]:
+        problem = make_problem(2)
+        emulate(function, *problem.tensors(), names=NAMES).require_clean()
+        torch.save((function.function.__ptx__, problem.tensors()[3:]), sys.argv[2])
+        return 0
     ((entry, whole),) = function.kernels.items()
     for line in sys.stdin:
         request = json.loads(line)
