@@ -221,7 +221,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     fake = Stages(record("delta"), record("build_tasks"), record("main"), record("postprocess"), chunk_rows=None)
     monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
-    monkeypatch.setattr(engine, "load_stages", lambda structure: (calls.append(("load", structure)), fake)[1])
+    monkeypatch.setattr(engine, "load_stages", lambda structure: [calls.append(("load", structure)), fake][1])
     monkeypatch.setattr(engine, "_ready", set())
     monkeypatch.setattr(error_word, "_words", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
