@@ -45,7 +45,7 @@ class PoolReader:
 
     @cute.jit
     def convert(self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32) -> None:
-        """One CTA's granules. Row r of tile t is row ``(t // inner * tile_rows + r) * inner + t % inner`` of the target."""
+        """One CTA's granules. Row r of tile t is the target's ``(t // inner * tile_rows + r) * inner + t % inner``."""
         thread, _, _ = cute.arch.thread_idx()
         first = cta * (THREADS * self.granules) + thread
         granules = rows // self.plan.tile_rows * self.plan.granules_per_tile
@@ -82,6 +82,7 @@ class PoolReader:
 
     @cute.jit
     def load(self, source: cute.Pointer, offset: Int64) -> cute.TensorSSA:
+        """The 16-byte vector at an element offset, a multiple of its length."""
         values = VECTOR_BYTES * 8 // self.dtype.width
         return cute.make_tensor(source + cute.assume(offset, divby=values), cute.make_layout(values)).load()
 

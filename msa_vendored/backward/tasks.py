@@ -61,12 +61,18 @@ Ints = npt.NDArray[np.int32]
 class Schedule(Protocol):
     """Fields of :class:`~msa_vendored.backward.schedule.MSABackwardSchedule`; int32 CPU tensors or arrays here."""
 
-    row_ptr: Any
-    q_indices: Any
-    scheduler_metadata: Any
-    work_count: Any
-    cu_seqlens: Any
-    document_workspace_starts: Any
+    @property
+    def row_ptr(self) -> Any: ...
+    @property
+    def q_indices(self) -> Any: ...
+    @property
+    def scheduler_metadata(self) -> Any: ...
+    @property
+    def work_count(self) -> Any: ...
+    @property
+    def cu_seqlens(self) -> Any: ...
+    @property
+    def document_workspace_starts(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
