@@ -162,19 +162,25 @@ def load_extension(name: str, **arguments: Any) -> Any:
 
 
 def list_cache_folders() -> tuple[CacheFolder, ...]:
-    """The three caches as the next launch would use them, with the number and size of this build's files there.
+    """The caches as the next launch would use them, with the number and size of this build's files there.
+
+    Three of the official launchers, then that of our own kernels, unless it is switched off.
 
     Raises:
         UnavailableError: nothing is built here.
     """
+    from msa_vendored.compiling import digest_sources, kernel_cache_folder
+
     tree = provenance().tree12
     jit = keyed_cache_folder(_jit_base())
     aot = Path(os.environ.get("MM_SPARSE_ATTN_AOT_CACHE") or Path.home() / ".cache/minfer/mm_sparse_attn")
     extensions = _extensions_root()
+    own = kernel_cache_folder()
     return (
         _measure("nvcc kernels", jit, [jit]),
         _measure("CuTe DSL kernels", aot, aot.glob(f"*_{tree}-*")),
         _measure("torch extensions", extensions, extensions.glob(f"*_{tree}_*")),
+        *([_measure("own kernels", own, own.glob(f"*-{digest_sources()[:12]}-*.o"))] if own is not None else []),
     )
 
 

@@ -52,12 +52,12 @@ class KernelKey:
     Attributes:
         name: qualified name of its ``compile_<stage>``, without the package.
         arch: architecture it is compiled for, such as ``"sm_100a"``.
-        options: structural options, sorted by name.
+        options: structural options as JSON, sorted by name: text, because ``True == 1``.
     """
 
     name: str
     arch: str
-    options: tuple[tuple[str, str | int | bool], ...]
+    options: str
 
     def describe(self) -> str:
         """All that the object depends on, as JSON; equal texts mean interchangeable objects."""
@@ -107,7 +107,7 @@ def load_kernel(compile_stage: Callable[..., Any], *, arch: str, **options: str 
         Writes one file, and one lock file beside it, in the folder of compiled kernels.
     """
     name = f"{compile_stage.__module__}.{compile_stage.__qualname__}".removeprefix(f"{__package__}.")
-    key = KernelKey(name, arch, tuple(sorted(options.items())))
+    key = KernelKey(name, arch, json.dumps(options, sort_keys=True))
     if (kernel := _loaded.get(key)) is not None:
         return kernel
     with _registry_lock:
