@@ -112,7 +112,7 @@ def plan_granules(order: str, element_bytes: int) -> GranulePlan:
         octets.append((row, d, tuple((vectors.index(i & ~mask), i & mask) for i in indices)))
     outside = [bit for bit in bits if bit not in inside]
     along = sorted(outside, key=lambda bit: (bit[0] == "r", int(bit[1:])))
-    strides = []
+    strides: list[Stride] = []
     while outside:
         bit = outside[0] if len(strides) % 2 == 0 else along[0]
         outside.remove(bit)
