@@ -172,7 +172,11 @@ class Emulated:
 
         self.arch, self.instructions = arch, 0
         self._emulate, self._load = emulate, cute_host.CompiledFunction
-        self._compile = {"delta": compile_delta, "tasks": compile_task_build, "postprocess": compile_postprocess}
+        self._compile: dict[str, Any] = {
+            "delta": compile_delta,
+            "tasks": compile_task_build,
+            "postprocess": compile_postprocess,
+        }
         self._functions: dict[tuple[Any, ...], Any] = {}
 
     def launch(self, stage: str, *arguments: Any, schedule: str = "eager", seed: int = 0, **options: Any) -> None:
@@ -202,7 +206,7 @@ def check_delta(run: Emulated) -> None:
 
 def check_postprocess(run: Emulated, pools: str) -> None:
     dtype, dq_order, dkv_order = POOLS[pools]
-    options = {"dq_dtype": dtype, "dq_order": dq_order, "dkv_order": dkv_order}
+    options: dict[str, Any] = {"dq_dtype": dtype, "dq_order": dq_order, "dkv_order": dkv_order}
     for tokens, kv_heads, workspace_rows in ((7, 4, 128), (1, 1, 256), (33, 2, 256)):
         arguments, expected = postprocess_arguments(pools, tokens, kv_heads, workspace_rows, seed=tokens)
         run.launch("postprocess", *arguments, **options)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 KEYS_PER_BLOCK = 128
+FIELDS = ("row_ptr", "q_indices", "scheduler_metadata", "work_count", "cu_seqlens", "document_workspace_starts")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +26,7 @@ class TaskCase:
     workspace_rows: int
 
     def to(self, device: str) -> TaskCase:
-        names = [name for name in self.__slots__ if name not in ("tokens", "workspace_rows")]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device) for name in FIELDS})
 
 
 def make_task_case(
@@ -77,9 +77,9 @@ def make_task_case(
     metadata = np.full((len(items) + spare_items, 6), 1 << 30, np.int64)
     metadata[: len(items)] = np.asarray(items)[random.permutation(len(items))]
     arrays = (row_ptr, q_indices, metadata, np.array([len(items)]), cu, starts)
-    tensors = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+    named = {name: torch.from_numpy(array.astype(np.int32)) for name, array in zip(FIELDS, arrays, strict=True)}
     workspace_rows = int(starts[-1] + (blocks[-1] + gap_blocks) * KEYS_PER_BLOCK)
-    return TaskCase(*tensors, tokens=int(cu[-1]), workspace_rows=workspace_rows)
+    return TaskCase(**named, tokens=int(cu[-1]), workspace_rows=workspace_rows)
 
 
 def _head_rows(documents: Sequence[int], topk: int, hot_block: bool, random: np.random.Generator) -> list[np.ndarray]:

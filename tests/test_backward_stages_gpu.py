@@ -27,7 +27,7 @@ def compiled(stage: str, **options: Any) -> Any:
     from msa_vendored.backward.postprocess import compile_postprocess
     from msa_vendored.backward.task_build import compile_task_build
 
-    stages = {"delta": compile_delta, "tasks": compile_task_build, "postprocess": compile_postprocess}
+    stages: dict[str, Any] = {"delta": compile_delta, "tasks": compile_task_build, "postprocess": compile_postprocess}
     return stages[stage](arch=ARCH, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def facts_walk(rows: int, rows_per_cta: int, multiprocessors: int) -> list[int]:
         min(rows, (c + 1) * rows_per_cta if c < full else full * rows_per_cta + (c - full + 1) * tail)
         for c in range(ctas)
     ]
-    return np.diff([0, *ends]).tolist()
+    return [stop - start for start, stop in pairwise([0, *ends])]
 
 
 def test_the_published_walk_is_understood() -> None:
