@@ -78,7 +78,7 @@ class Stages:
         delta: ``(out, grad_out, delta)``.
         build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
         main: adds to ``dq_sum`` and ``dkv_sum``.
-        postprocess: ``(dq_sum, dq, dkv_sum, dkv)``; see :mod:`msa_vendored.backward.pool_order`.
+        postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``; see :mod:`msa_vendored.backward.pool_order`.
         chunk_rows: tasks of one chunk of the walk at most; None if every CTA of the main kernel takes one chunk.
     """
 
@@ -146,7 +146,9 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
         delta=load(compile_delta, arch=arch),
         build_tasks=load(compile_task_build, arch=arch, ratio=ratio),
         main=main,
-        postprocess=load(compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, **orders),
+        postprocess=load(
+            compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
+        ),
         chunk_rows=DEFAULT_ROWS_PER_CHUNK if arch == "sm_90a" else None,
     )
 
