@@ -142,8 +142,8 @@ def launch(
     stages.delta(out, grad_out, parts["delta"])
     stages.build_tasks(
         schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
-        parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows, plan.window,
-        grid, stages.rows_per_chunk(plan.capacity),
+        parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
+        plan.window, grid, stages.rows_per_chunk(plan.capacity),
     )  # fmt: skip
     stages.main(
         MainArguments(

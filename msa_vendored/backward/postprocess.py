@@ -103,29 +103,34 @@ class Postprocess:
 
     @cute.jit
     def __call__(
+        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, stream: Any
+    ) -> None:
+        """One launch; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, None, stream)
+
+    @cute.jit
+    def report(
         self,
         dq_pool: cute.Tensor,
         dq: cute.Tensor,
         dkv_pool: cute.Tensor,
         dkv: cute.Tensor,
-        error_word: cute.Tensor | None,
-        device_word: cute.Tensor | None,
+        error_word: cute.Tensor,
+        device_word: cute.Tensor,
         stream: Any,
     ) -> None:
-        """One launch; see :func:`compile_postprocess`."""
+        """One launch that also reports; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), stream)
+
+    @cute.jit
+    def launch(
+        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, words: Any, stream: Any
+    ) -> None:
+        """CTAs for dQ, then CTAs for dK and dV."""
         dq_rows, dkv_rows, kv_heads = dq.shape[0] * dq.shape[1], 2 * dkv.shape[1] * dkv.shape[2], dkv.shape[2]
         dq_ctas = self.dq.ctas(dq_rows)
         self.convert(
-            dq_pool.iterator,
-            dq.iterator,
-            dkv_pool.iterator,
-            dkv.iterator,
-            error_word,
-            device_word,
-            dq_ctas,
-            dq_rows,
-            dkv_rows,
-            kv_heads,
+            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, words, dq_ctas, dq_rows, dkv_rows, kv_heads
         ).launch(grid=(dq_ctas + self.dkv.ctas(dkv_rows), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -135,8 +140,7 @@ class Postprocess:
         dq: cute.Pointer,
         dkv_pool: cute.Pointer,
         dkv: cute.Pointer,
-        error_word: cute.Tensor | None,
-        device_word: cute.Tensor | None,
+        words: Any,
         dq_ctas: Int32,
         dq_rows: Int32,
         dkv_rows: Int32,
@@ -145,7 +149,8 @@ class Postprocess:
         """All heads of a token are neighbouring rows of dq; those of a key block are apart in dk and dv."""
         cta, _, _ = cute.arch.block_idx()
         spoilt = Boolean(False)
-        if cutlass.const_expr(error_word is not None):
+        if cutlass.const_expr(words is not None):
+            error_word, device_word = words
             spoilt = error_word[0] != 0
             thread, _, _ = cute.arch.thread_idx()
             if spoilt & (cta == 0) & (thread == 0):
@@ -188,9 +193,9 @@ def compile_postprocess(
         order = tuple(reversed(range(len(shape))))
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=VECTOR_BYTES)
 
-    words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4) if report_errors else None] * 2
+    words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)] * 2 if report_errors else []
     return cute.compile(
-        stage,
+        stage.report if report_errors else stage,
         fake(stage.dq.dtype, cute.sym_int64()),
         fake(BFloat16, tokens, heads, HEAD_DIM),
         fake(Float32, cute.sym_int64()),

@@ -78,7 +78,8 @@ class Stages:
         delta: ``(out, grad_out, delta)``.
         build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
         main: adds to ``dq_sum`` and ``dkv_sum``.
-        postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``; see :mod:`msa_vendored.backward.pool_order`.
+        postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
+            :func:`msa_vendored.backward.postprocess.compile_postprocess`.
         chunk_rows: tasks of one chunk of the walk at most; None if every CTA of the main kernel takes one chunk.
     """
 
