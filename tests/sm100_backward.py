@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
@@ -119,7 +119,7 @@ def select_blocks(case: Case, random: torch.Generator) -> list[torch.Tensor]:
 
 
 def differentiate(q: Any, k: Any, v: Any, grad_out: Any, visible: Any, scale: float, dead: Any) -> list[torch.Tensor]:
-    """Float64 out, lse, dq, dk, dv of one document and key head. q ``[n, ratio, D]``, k ``[m, D]``; dead ``[n, ratio]``."""
+    """Float64 out, lse, dq, dk, dv of one document and key head; q ``[n, ratio, D]``, k ``[m, D]``."""
     logits = torch.einsum("nhd,md->nhm", q, k) * scale
     logits = logits.masked_fill(~visible[:, None, :], -math.inf)
     lse = logits.logsumexp(dim=2)
@@ -212,7 +212,8 @@ def compile_kernel(ratio: int, accumulation: str) -> Any:
     """The compiled kernel; one call of :func:`cute_host.prepare` must have come before."""
     from msa_vendored.backward.main_sm100 import compile_main
 
-    return cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=accumulation))
+    arch = os.environ["CUTE_DSL_ARCH"]  # set by prepare()
+    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, dq_accumulation=accumulation))
 
 
 def read_accumulators(case: Case, pool: torch.Tensor, dkv: torch.Tensor) -> list[torch.Tensor]:
@@ -270,7 +271,8 @@ def count_segments(problem: Problem, ctas: int) -> int:
 def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -> Result:
     """One run of the kernel."""
     p, report, started = problem, Report(), time.perf_counter()
-    pool, dkv = launch(case, problem, Options(schedule, seed, Options().checks if checked else frozenset()), report)
+    options = Options(schedule, seed, Options().checks if checked else frozenset())
+    pool, dkv = launch(case, problem, options, report)
     seconds = time.perf_counter() - started
     got = read_accumulators(case, pool, dkv)
     errors, largest, stray = {}, {}, 0
@@ -278,10 +280,10 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
         errors[name] = float((a - b).norm() / b.norm().clamp(min=1e-300))
         largest[name] = float((a - b).abs().max())
         stray += int((a[~reached_rows(p, name)] != 0).sum())
-    return Result(
-        schedule, seed, errors, largest, sum(int(a.isnan().sum()) for a in got), stray, p.meta.shape[0],
-        count_segments(p, case.ctas), report.instructions, seconds, [str(f) for f in report.findings], sorted(report.kinds),
-    )  # fmt: skip
+    nans = sum(int(a.isnan().sum()) for a in got)
+    counts = (p.meta.shape[0], count_segments(p, case.ctas), report.instructions)
+    findings = [str(finding) for finding in report.findings]
+    return Result(schedule, seed, errors, largest, nans, stray, *counts, seconds, findings, sorted(report.kinds))
 
 
 def main() -> int:

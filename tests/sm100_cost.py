@@ -1,7 +1,7 @@
 """Counts what the SM100 main backward kernel executes: ``python -m sm100_cost [ratio] [bf16|fp32]``.
 
-Dynamic PTX warp instructions of each role, fitted to tiles, segments, CTAs with work and CTAs without over several walks
-of one problem, and how often each kind of instruction runs for one tile. Retries of waits are included.
+Dynamic PTX warp instructions of each role, fitted to tiles, segments, CTAs with work and CTAs without over several
+walks of one problem, and how often each kind of instruction runs for one tile. Retries of waits are included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import sm100_backward as lab
-
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
@@ -32,13 +31,12 @@ KINDS = (
 
 def split_roles(program: Any, gathers: bool) -> dict[str, range]:
     """Program counters of each role. Each reads %ctaid.x first thing, and their code is laid out one after another."""
-    starts = [0]
-    for pc in range(len(program.instructions)):
-        if re.search(r"mov\.u32\s+%r\d+, %ctaid\.x", program.statement(pc).text):
-            starts.append(pc)
+    marker = re.compile(r"mov\.u32\s+%r\d+, %ctaid\.x")
+    size = len(program.instructions)
+    marks = [pc for pc in range(size) if marker.search(program.statement(pc).text)]
     roles = (*ROLES[:4], "gather", *ROLES[4:]) if gathers else ROLES
     # The first is the test whether this CTA has work.
-    starts = [0, *starts[2:], len(program.instructions)]
+    starts = [0, *marks[1:], size]
     if len(starts) != len(roles) + 1:
         raise AssertionError(f"{len(starts) - 1} roles found, {roles} expected")
     return {role: range(a, b) for role, a, b in zip(roles, starts, starts[1:], strict=False)}
@@ -60,7 +58,11 @@ def count(case: lab.Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[
             tally.update({kind: profile[pc] for kind in KINDS if kind in text.split()[0] or kind in text[:30]})
         kinds[role] = tally
     chunks = int(problem.descriptor[4])
-    return totals, kinds, (problem.meta.shape[0], lab.count_segments(problem, ctas), min(chunks, ctas), max(0, ctas - chunks))
+    return (
+        totals,
+        kinds,
+        (problem.meta.shape[0], lab.count_segments(problem, ctas), min(chunks, ctas), max(0, ctas - chunks)),
+    )
 
 
 def main() -> int:
@@ -77,7 +79,8 @@ def main() -> int:
         kinds.append(kind)
     matrix = np.array(sizes, float)
     print(f"ratio {ratio}, dQ {accumulation}; walks (tiles, segments, active, empty CTAs): {sizes}")
-    print("| role | per tile | per segment | per active CTA | per empty CTA | largest residual |\n|---|---|---|---|---|---|")
+    columns = ("role", "per tile", "per segment", "per active CTA", "per empty CTA", "largest residual")
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for role in [*rows[0], "total"]:
         values = np.array([sum(r.values()) if role == "total" else r[role] for r in rows], float)
         fit = np.linalg.lstsq(matrix, values, rcond=None)[0]
