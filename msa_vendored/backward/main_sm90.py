@@ -46,7 +46,6 @@ from msa_vendored.backward.sm90_ops import (
     red_add_f32x4,
     store_matrix_x4,
     swizzled,
-    unpack_bf16,
 )
 
 HEAD_DIM = 128
@@ -574,20 +573,14 @@ class MainBackwardSm90:
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
             for i in cutlass.range_constexpr(4):
                 s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
-            for i in cutlass.range_constexpr(2):
-                p_words[group8 * 2 + i] = pack_bf16(s[group8 * 4 + 2 * i], s[group8 * 4 + 2 * i + 1])
-        warpgroup.fence()
-        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
         for group8 in cutlass.range_constexpr(8):
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
             for i in cutlass.range_constexpr(2):
                 at = group8 * 4 + 2 * i
-                # P again from its rounded form: 32 registers less are live while dP is.
-                p_low, p_high = unpack_bf16(p_words[group8 * 2 + i])
-                low = p_low * fma(dp[at], softmax_scale, -pair[0])
-                high = p_high * fma(dp[at + 1], softmax_scale, -pair[1])
+                low = s[at] * fma(dp[at], softmax_scale, -pair[0])
+                high = s[at + 1] * fma(dp[at + 1], softmax_scale, -pair[1])
+                p_words[group8 * 2 + i] = pack_bf16(s[at], s[at + 1])
                 ds_words[group8 * 2 + i] = pack_bf16(low, high)
         if group != half:
             cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
@@ -596,6 +589,7 @@ class MainBackwardSm90:
         if group != half:
             cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
         warpgroup.fence()
+        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
         multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
         if cutlass.const_expr(half == 0):
