@@ -486,7 +486,18 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
                 for half in cutlass.range_constexpr(2):
                     self.process_half(
-                        shared, mma_s, mma_kv, dk, dv, info, task_qrows, flags, half, stage, thread, group,
+                        shared,
+                        mma_s,
+                        mma_kv,
+                        dk,
+                        dv,
+                        info,
+                        task_qrows,
+                        flags,
+                        half,
+                        stage,
+                        thread,
+                        group,
                         softmax_scale,
                     )
                 self.add_dq(shared, mma_q, dq_sum, info, task_qrows, flags, thread, group)
@@ -643,7 +654,7 @@ class MainBackwardSm90:
         thread: Int32,
         group: Int32,
     ) -> None:
-        """dQ of the 64 folded rows of half ``group``, added to global memory."""
+        """DQ of the 64 folded rows of half ``group``, added to global memory."""
         cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
         thr = mma_q.get_slice(thread)
         ds = cute.make_tensor(
@@ -703,9 +714,7 @@ class MainBackwardSm90:
                         red_add_f32x4(target, values)
 
     @cute.jit
-    def flush(
-        self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32
-    ) -> None:
+    def flush(self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
         """Add dK or dV of a segment to global memory, in the order of ``dkv_sum_index``, and clear it."""
         block = Int64(info[1]) * Int64(target.shape[1]) + Int64(info[0])
         base = target.iterator.toint() + (block * 2 + group) * (HALF * HEAD_DIM * 4) + thread * 16
