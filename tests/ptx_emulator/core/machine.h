@@ -1,8 +1,10 @@
 // The state of one launch: global memory, the CTAs that are resident, their warps, barriers and asynchronous work.
 #pragma once
 #include <array>
+#include <atomic>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include "clocks.h"
 #include "numeric.h"
@@ -97,6 +99,7 @@ struct AsyncOp {
   u32 d = 0, a_tmem = 0, descriptor = 0, shape = 0;  // `descriptor` is the instruction descriptor of an MMA
   u64 a = 0, b = 0;
   bool accumulate = false, from_tmem = false, tf32 = false;
+  bool gather = false;  // tile::gather4 and tile::scatter4: coordinates are a column and four rows
   View view;  // of the issuing warp, at issue
   u32 agent = 0, clock = 0;
 };
@@ -270,6 +273,13 @@ class Cta {
   u64 uniform64(Warp& w, s32 slot, const char* what);
 };
 
+// What the workers of a launch share besides global memory. Reductions and atomics take the lock.
+struct Together {
+  std::mutex lock;
+  std::atomic<bool> stopped{false};
+};
+
+// The CTAs first, first + step, ... of a launch, run by one worker.
 struct Launch {
   const Program& program;
   LaunchConfig config;
@@ -281,10 +291,21 @@ struct Launch {
   std::vector<std::unique_ptr<Cta>> resident;
   Cta* current = nullptr;
 
-  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f)
-      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0) {}
+  u32 first_cta, cta_step;
+  Together* together;  // null if there is one worker
+
+  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f, u32 first, u32 step, Together* t)
+      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0), first_cta(first),
+        cta_step(step), together(t) {}
   void run();
+  std::unique_lock<std::mutex> exclusive() {
+    return together ? std::unique_lock<std::mutex>(together->lock) : std::unique_lock<std::mutex>();
+  }
 };
+
+// workers.cpp: runs a launch by config.workers threads; returns whether it ended without a fault.
+bool run_workers(const Program& program, const LaunchConfig& config, std::vector<Region>& regions, Findings& findings,
+                 LaunchStats& stats, std::vector<u64>& profile);
 
 inline bool Cta::checks(u32 which) const { return launch.config.checks & which; }
 inline u32 first_lane(u32 mask) { return (u32)__builtin_ctz(mask); }

@@ -226,6 +226,7 @@ void Cta::atomic(Warp& w, const Instr& i, const s32* o, u32 m) {
   const u32 op = (u32)i.b & 255, type = (u32)i.c & 255, count = (u32)i.c >> 8;
   const bool wide = type == U64 || type == S64 || type == B64 || type == F64;
   const u32 size = wide ? 8 : type == BF16 || type == F16 ? 2 : 4;
+  auto exclusive = launch.exclusive();
   EACH_LANE(m) {
     u64 address = lane_address(w, o[0], lane, i.imm);
     u8* place = atomic_place(w, address, size * count, (u32)i.a);
