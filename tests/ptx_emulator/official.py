@@ -117,8 +117,8 @@ class Official:
             return lambda *values: function.run(values, self.options, self.report)
 
         cute.compile = compile_redirected
-        self.interface.create_q_gather4_tma_desc = make_gather_map
         modules: list[Any] = [self.interface, self.scheduler]
+        modules[0].create_q_gather4_tma_desc = make_gather_map
         for module in modules:
             module.to_cute_tensor_kvouter = self._fake
         torch.cuda.nvtx.range = lambda *_a, **_k: contextlib.nullcontext()

@@ -29,7 +29,8 @@ enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
 struct Group { s32 pc; u32 mask; bool parked; u64 yielded_at; };
 
 // One tcgen05.ld whose registers are not known to be complete.
-struct TmemLoad { u32 id, quarter, column, columns; };
+struct TmemLoad { u32 id, quarter; std::vector<u32> columns; };
+struct TmemStore { u32 quarter; std::vector<u32> columns; };
 
 struct Warp {
   u32 id = 0;
@@ -56,7 +57,7 @@ struct Warp {
   std::vector<PendingBulk> pending_bulk;
   std::vector<TmemLoad> loads;                  // not waited for
   std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
-  std::vector<std::array<u32, 3>> stores;       // quarter, column, columns: tcgen05.st not waited for
+  std::vector<TmemStore> stores;                // not waited for
   u32 next_load = 0;
   // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
   u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
