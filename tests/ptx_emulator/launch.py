@@ -160,13 +160,15 @@ def emulate(
     shared_bytes: int = 0,
     entry: str | None = None,
     names: Sequence[str] = (),
+    ptx: str | None = None,
     **options: Any,
 ) -> Report:
     """Run a kernel on CPU tensors. Emulated and race-checked; nothing is executed on a GPU.
 
     Args:
         target: PTX text, a :class:`Kernel`, or a function that ``cute.compile`` made with ``--enable-tvm-ffi`` in a
-            process that :func:`ptx_emulator.cute_host.prepare` prepared; its host code then computes the launch.
+            process that :func:`ptx_emulator.cute_host.prepare` prepared, or that ``cute.runtime.load_module`` loaded
+            in one after ``export_to_c``; its host code then computes the launch.
         arguments: for PTX, one for each parameter: a CPU tensor (its address), an int, a float, or bytes (structs and
             tensor maps). For a compiled function, what the function takes. Tensors are written in place.
         schedule: ``eager``, ``lazy`` or ``random``.
@@ -178,6 +180,7 @@ def emulate(
         shared_bytes: dynamic shared memory, for PTX.
         entry: which kernel of the PTX; may be left out if there is one.
         names: names of the tensor arguments in reports; ``argument 0`` and so on by default.
+        ptx: the PTX of a loaded function, which holds machine code only: ``__ptx__`` of the one that was exported.
         options: the other fields of :class:`Options`.
 
     Returns:
@@ -196,7 +199,7 @@ def emulate(
         else:
             from ptx_emulator.cute_host import CompiledFunction
 
-            function = target if isinstance(target, CompiledFunction) else CompiledFunction(target)
+            function = target if isinstance(target, CompiledFunction) else CompiledFunction(target, ptx)
             function.run(arguments, chosen, report, names)
     except EmulationError:
         pass
