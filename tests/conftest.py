@@ -21,6 +21,8 @@ RUNTIME = Path(msa_vendored.__file__).resolve().parent
 RUNTIME_FILES = (
     "__init__.py",
     "__main__.py",
+    "bench/__init__.py",
+    "bench/cli.py",
     "bundle.py",
     "caches.py",
     "doctor.py",
