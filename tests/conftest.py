@@ -25,6 +25,7 @@ RUNTIME_FILES = (
     "bench/cli.py",
     "bundle.py",
     "caches.py",
+    "compiling.py",
     "doctor.py",
     "errors.py",
     "hopper/__init__.py",

@@ -170,20 +170,21 @@ def wgmma(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     n, kind = int(match["n"]), ELEMENTS.index(match["type"])
     if n % 8 or not 8 <= n <= 256 or (match["k"] == "8") != (match["type"] == "tf32"):
         raise LoweringError(f"opcode or modifier not known: {match.group()}")
-    results = [x.result(name, 4) for name in x.vector(operands[0])]
-    _check_count(results, n // 2)
+    # The accumulator is read only if scale-d says so, and written later: the interpreter keeps account of both.
+    accumulators = [Operand(x.result(name, 4).slot, "none") for name in x.vector(operands[0])]
+    _check_count(accumulators, n // 2)
     from_registers = operands[1].startswith("{")
     first = [x.source(name, 4) for name in x.vector(operands[1])] if from_registers else [x.source(operands[1], 8)]
     if from_registers:
         _check_count(first, 4)
     second = x.source(operands[2], 8)
     flags = [int(text) for text in operands[4:]]
-    if flags[:2] != [1, 1]:
-        raise LoweringError("negated wgmma operands are not modelled")
+    if any(flag not in (1, -1) for flag in flags[:2]):
+        raise LoweringError(f"scales of {flags[:2]}: 1 or -1 expected")
+    negated = 8 * (flags[0] < 0) | 16 * (flags[1] < 0)
     transposed = flags[2:] if len(flags) > 2 else [0, 0]
     if len(transposed) == 1:
         transposed = [0, *transposed]
-    bits = int(from_registers) | transposed[0] << 1 | transposed[1] << 2
-    # The accumulator is read only if scale-d says so, which is known when it runs: no use is declared here.
+    bits = int(from_registers) | transposed[0] << 1 | transposed[1] << 2 | negated
     enable = _enable(x, operands[3])
-    x.emit("WGMMA", [*results, second, enable, *first], kind, n, bits)
+    x.emit("WGMMA", [*accumulators, second, enable, *first], kind, n, bits)

@@ -29,6 +29,7 @@ Emulator* emulator_new(const Instr* instructions, u64 count, const s32* operands
   for (u64 i = 0; i < special_count; i++) e->program.specials.push_back({specials[2 * i], specials[2 * i + 1]});
   e->program.register_bytes = register_bytes;
   e->program.predicates = predicates;
+  for (const Instr& i : e->program.instructions) e->program.wgmma = e->program.wgmma || i.kind == KIND_WGMMA;
   return e;
 }
 void emulator_free(Emulator* e) { delete e; }

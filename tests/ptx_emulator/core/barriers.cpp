@@ -223,6 +223,14 @@ void Cta::check_leftovers() {
     if (barrier.tx)
       report("leftover-transactions", barrier.init_pc, none, none, none, SPACE_SHARED, address,
              printed("tx-count %lld when the CTA ended", (long long)barrier.tx));
+  for (const Warpgroup& group : warpgroups_)
+    if (!group.issuing.empty())
+      report("divergence", group.issuing[0].pc, agent_code(AGENT_WARP, group.issuing[0].warp), none, none, SPACE_NONE, 0,
+             printed("wgmma by the warps %x of its warpgroup only", group.arrived[0]));
+  for (const Warp& w : warps)
+    if (w.wgmma_done != w.wgmma_issued && checks(CHECK_RACES))
+      report("wgmma-not-waited", w.pc, agent_code(AGENT_WARP, w.id), none, none, SPACE_NONE, 0,
+             printed("%u wgmma in flight when the warp ended", w.wgmma_issued - w.wgmma_done));
   for (const Warp& w : warps)
     if (!w.pending_bulk.empty())
       report("leftover-transactions", w.pending_bulk[0].pc, agent_code(AGENT_WARP, w.id), none, none, SPACE_NONE, 0,

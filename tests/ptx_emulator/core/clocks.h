@@ -21,6 +21,12 @@ class Clock {
     for (size_t i = 0; i < other.values_.size(); i++)
       if (other.values_[i] > values_[i]) values_[i] = other.values_[i];
   }
+  // What both know.
+  void meet(const Clock& other) {
+    if (values_.size() > other.values_.size()) values_.resize(other.values_.size());
+    for (size_t i = 0; i < values_.size(); i++)
+      if (other.values_[i] < values_[i]) values_[i] = other.values_[i];
+  }
   void clear() { values_.clear(); }
   bool covers(u32 agent, u32 value) const { return value <= get(agent); }
 
@@ -31,6 +37,7 @@ class Clock {
 struct View {
   Clock seen, async_seen;
   void join(const View& other) { seen.join(other.seen); async_seen.join(other.async_seen); }
+  void meet(const View& other) { seen.meet(other.seen); async_seen.meet(other.async_seen); }
   void set_both(u32 agent, u32 value) { seen.set(agent, value); async_seen.set(agent, value); }
   void clear() { seen.clear(); async_seen.clear(); }
 };

@@ -34,11 +34,13 @@ void Cta::execute(AsyncOp& op) {
       break;
     }
     case Work::COPY: run_copy(op); break;
+    case Work::WGMMA: run_wgmma(op); break;
     case Work::COPY_ARRIVE: arrive(op.barrier, 1, op.view, op.pc, agent_code(AGENT_WARP, op.warp)); break;
   }
 }
 
-// What the tensor pipe of one warp does stays in order, and so do cp.async and the arrival after it.
+// What the tensor pipe of one warp does stays in order, and so do the wgmma of one warpgroup, and cp.async and the
+// arrival after it.
 bool Cta::eligible(size_t position) const {
   auto in_pipe = [](const AsyncOp& op) {
     return op.work == Work::MMA || op.work == Work::COMMIT || op.work == Work::TMEM_COPY;
@@ -47,6 +49,9 @@ bool Cta::eligible(size_t position) const {
   if (in_pipe(op)) {
     for (size_t i = 0; i < position; i++)
       if (in_pipe(queue[i]) && queue[i].warp == op.warp) return false;
+  } else if (op.work == Work::WGMMA) {
+    for (size_t i = 0; i < position; i++)
+      if (queue[i].work == Work::WGMMA && queue[i].warp == op.warp) return false;
   } else if (op.work == Work::COPY_ARRIVE) {
     for (size_t i = 0; i < position; i++)
       if (queue[i].work == Work::COPY && queue[i].warp == op.warp && queue[i].lane == op.lane) return false;

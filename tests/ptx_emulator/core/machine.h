@@ -18,6 +18,7 @@ struct Program {
   std::vector<Constant> constants;
   std::vector<std::array<s32, 2>> specials;
   u32 register_bytes = 0, predicates = 0;
+  bool wgmma = false;  // any in the program: registers in flight are watched
 };
 
 enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
@@ -55,9 +56,13 @@ struct Warp {
   std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
   std::vector<std::array<u32, 3>> stores;       // quarter, column, columns: tcgen05.st not waited for
   u32 next_load = 0;
-  u32 wgmma_group = 0;
-  struct PendingWgmma { u32 agent, clock, group; std::vector<s32> registers; };
-  std::vector<PendingWgmma> pending_wgmma;
+  // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
+  u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
+  std::vector<u32> wgmma_groups;
+  // Of one register: the latest wgmma (counted from 1) that accumulates in it, with its N, and that reads A from it;
+  // wgmma_fences plus one when anything else last touched it.
+  struct WgmmaRegister { u32 accumulating = 0, n = 0, feeding = 0, touched = 0; };
+  std::vector<WgmmaRegister> wgmma_registers;
   std::vector<u8> local;
 };
 
@@ -80,7 +85,7 @@ struct NamedBarrier {
   std::vector<Target> targets;
 };
 
-enum class Work { TENSOR_LOAD, TENSOR_STORE, BULK_LOAD, BULK_STORE, MMA, COMMIT, TMEM_COPY, COPY, COPY_ARRIVE };
+enum class Work { TENSOR_LOAD, TENSOR_STORE, BULK_LOAD, BULK_STORE, MMA, COMMIT, TMEM_COPY, COPY, COPY_ARRIVE, WGMMA };
 struct AsyncOp {
   Work work = Work::COPY;
   explicit AsyncOp(Work kind) : work(kind) {}
@@ -94,6 +99,13 @@ struct AsyncOp {
   bool accumulate = false, from_tmem = false, tf32 = false;
   View view;  // of the issuing warp, at issue
   u32 agent = 0, clock = 0;
+};
+
+// The wgmma operations of four warps that not all of them have issued yet, and the number of those that are done.
+struct Warpgroup {
+  std::deque<AsyncOp> issuing;
+  std::deque<u32> arrived;  // warps, as a mask
+  u32 complete = 0, executed = 0;
 };
 
 struct TensorMap {
@@ -142,6 +154,7 @@ class Cta {
   bool tmem_dirty_ = true, relinquished_ = false;
   std::unordered_map<u32, Mbarrier> barriers_;
   std::array<NamedBarrier, 17> named_;
+  std::vector<Warpgroup> warpgroups_;
   std::vector<u8> register_file_;
   std::vector<u32> predicate_file_;
   u32 free_registers_ = 0;
@@ -155,7 +168,7 @@ class Cta {
   std::vector<View> pipes_;  // per agent; used by tensor pipes
   s32 name_agent(u32 agent) const { return agent_code(agents_[agent].type, agents_[agent].warp); }
   std::pair<u32, u32> begin_async(u32 type, u32 warp, const View& view);
-  u32 tensor_pipe(u32 warp);
+  u32 pipe(u32 type, u32 warp);
 
   u32 random() { rng ^= rng << 13; rng ^= rng >> 7; rng ^= rng << 17; return (u32)(rng >> 11); }
   bool checks(u32 which) const;
@@ -232,8 +245,12 @@ class Cta {
   void store_matrix(Warp& w, const Instr& i, const s32* o, u32 m);
   void move_matrix(Warp& w, const s32* o, u32 m);
   void multiply_warp(Warp& w, const Instr& i, const s32* o, u32 m);
-  void run_wgmma(Warp& w, const Instr& i, const s32* o, u32 m);
-  void wait_wgmma(Warp& w, const Instr& i);
+  void issue_wgmma(Warp& w, const Instr& i, const s32* o);
+  void check_wgmma_operands(Warp& w, const Instr& i, const s32* o, bool accumulate);
+  void run_wgmma(AsyncOp& op);
+  void read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format);
+  bool wait_wgmma(Warp& w, const Instr& i);
+  void check_wgmma_registers(Warp& w, const Instr& i, const s32* o);
 
   // warp.cpp
   enum class Outcome { CONTINUE, STOP };
@@ -250,6 +267,7 @@ class Cta {
   u32* reg(Warp& w, s32 slot) { return (u32*)(w.registers + (slot & ~1)); }
   u64* reg64(Warp& w, s32 slot) { return (u64*)(w.registers + (slot & ~1)); }
   u32 uniform(Warp& w, s32 slot, u32 m, const char* what);
+  u64 uniform64(Warp& w, s32 slot, const char* what);
 };
 
 struct Launch {

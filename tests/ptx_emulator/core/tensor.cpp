@@ -14,16 +14,17 @@ f32 decode(const u8* data, u32 format) {
 }
 }  // namespace
 
-u32 Cta::tensor_pipe(u32 warp) {
+// The agent of everything that one warp (tcgen05) or warpgroup (wgmma, by its first warp) gives to its tensor core.
+u32 Cta::pipe(u32 type, u32 warp) {
   for (u32 agent = warps_count; agent < agents_.size(); agent++)
-    if (agents_[agent].type == AGENT_TENSOR && agents_[agent].warp == warp) return agent;
-  agents_.push_back({AGENT_TENSOR, warp, 0});
+    if (agents_[agent].type == type && agents_[agent].warp == warp) return agent;
+  agents_.push_back({type, warp, 0});
   pipes_.emplace_back();
   return (u32)agents_.size() - 1;
 }
 
 void Cta::order_pipe(AsyncOp& op) {
-  op.agent = tensor_pipe(op.warp);
+  op.agent = pipe(AGENT_TENSOR, op.warp);
   op.clock = ++agents_[op.agent].clock;
   View& view = pipes_[op.agent];
   view.join(op.view);
