@@ -18,6 +18,8 @@ from msa_vendored.backward.checks import (
     require_shape,
     require_tensor,
 )
+from msa_vendored.compiling import Kernel, load_kernel
+from msa_vendored.hopper import ARCH
 from msa_vendored.reference import score as reference
 from msa_vendored.reference.arguments import refuse_unsupported, require_qkv
 from msa_vendored.reference.score import Plan, PlanInfo
@@ -37,6 +39,7 @@ class ScorePlan(PlanInfo):
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
         self.tables: dict[torch.device, ScoreTables] = {}
+        self.chunks: dict[torch.device, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,12 +174,11 @@ def launch_scores(q: torch.Tensor, k: torch.Tensor, tables: ScoreTables, scores:
         )
 
 
-@cache
-def compiled_score() -> Any:
-    """The kernel, compiled once in a process."""
+def compiled_score() -> Kernel:
+    """The kernel, loaded or compiled once in a process."""
     from msa_vendored.hopper.score_kernel import compile_score
 
-    return compile_score()
+    return load_kernel(compile_score, arch=ARCH)
 
 
 def strided_operand(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,6 +209,7 @@ def make_segments(queries: Sequence[int], keys: Sequence[int], offsets: Sequence
         columns[:, 3] = key_count
         columns[:, 4] = begin + offset
         columns[:, 5] = torch.div(seen + TILE - 1, TILE, rounding_mode="floor")
+        columns[:, 6] = columns[:, 0]
         parts.append(columns[seen > 0])
         query_start, key_start = query_start + count, key_start + key_count
     return torch.cat(parts).int()

@@ -23,6 +23,8 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from msa_vendored.compiling import compile_options
+
 HEAD_DIM = 128
 TILE = 128
 HALF = 64
@@ -38,7 +40,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 112, 24
 
 SEGMENT_FIELDS = 8
 """Columns of the segment table: first query token, valid queries, first key token of the document, keys of the
-document, key position that query 0 of the tile still sees, key tiles, two unused."""
+document, key position that query 0 of the tile still sees, key tiles, column of query 0 in the scores, unused."""
 
 
 class ScoreKernel:
@@ -62,7 +64,7 @@ class ScoreKernel:
             k: ``[Tk, Hk, 128]`` bf16, likewise; H a multiple of Hk.
             segments: ``[segments, 8]`` int32, see :data:`SEGMENT_FIELDS`.
             starts: ``[ctas, 3]`` int32: first segment of a CTA, key tile within it, number of steps.
-            scores: ``[H, tiles, T]`` fp32; written only where a query sees a key.
+            scores: ``[H, tiles, columns]`` fp32; written only where a query sees a key.
             ctas: rows of ``starts``.
             stream: CUDA stream.
         """
@@ -203,11 +205,11 @@ class ScoreKernel:
         sums = cute.make_rmem_tensor(mma.partition_shape_C((HALF, TILE)), Float32)
         q_round, stage, k_phase = Int32(0), Int32(0), Int32(0)
         new_queries = Boolean(True)
-        query, valid, keys, first, tiles = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        valid, keys, first, tiles, column = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for _step in cutlass.range(steps, unroll=1):
             if new_queries:
-                query, valid, keys = segments[segment, 0], segments[segment, 1], segments[segment, 3]
-                first, tiles = segments[segment, 4], segments[segment, 5]
+                valid, keys, first = segments[segment, 1], segments[segment, 3], segments[segment, 4]
+                tiles, column = segments[segment, 5], segments[segment, 6]
                 cute.arch.mbarrier_wait(q_full + head, q_round & 1)
                 q_round += 1
             cute.arch.mbarrier_wait(k_full + stage, k_phase)
@@ -225,7 +227,7 @@ class ScoreKernel:
                         if tile + 1 == tiles:
                             cute.arch.mbarrier_arrive(q_empty + head)
                 self.store_maxima(
-                    sums, scores, first_head + head, tile, query, valid, keys, first, HALF * half, local
+                    sums, scores, first_head + head, tile, column, valid, keys, first, HALF * half, local
                 )  # fmt: skip
             stage += 1
             if stage == K_STAGES:
@@ -237,7 +239,7 @@ class ScoreKernel:
 
     @cute.jit
     def store_maxima(
-        self, sums: cute.Tensor, scores: cute.Tensor, head: Int32, tile: Int32, query: Int32, valid: Int32,
+        self, sums: cute.Tensor, scores: cute.Tensor, head: Int32, tile: Int32, column: Int32, valid: Int32,
         keys: Int32, first: Int32, begin: cutlass.Constexpr, local: Int32,
     ) -> None:  # fmt: skip
         """Maxima of 64 queries over 128 keys, masked where the tile crosses the diagonal or the document's end.
@@ -249,9 +251,9 @@ class ScoreKernel:
         values = cute.make_tensor(sums.iterator, cute.make_layout(TILE // 2))
         last_key = TILE * tile + TILE - 1
         if last_key > first + begin or last_key >= keys:
-            column = TILE * tile + 2 * (lane % 4)
+            key = TILE * tile + 2 * (lane % 4)
             for j in cutlass.range_constexpr(2):
-                limit = cutlass.min(first + row + 8 * j, keys - 1) - column
+                limit = cutlass.min(first + row + 8 * j, keys - 1) - key
                 for n in cutlass.range_constexpr(TILE // 8):
                     for i in cutlass.range_constexpr(2):
                         if 8 * n + i > limit:
@@ -270,10 +272,10 @@ class ScoreKernel:
         row += 8 * (lane % 4)
         seen = TILE * tile <= cutlass.min(first + row, keys - 1)
         if lane % 4 < 2 and row < valid and seen:
-            scores[head, tile, query + row] = mine
+            scores[head, tile, column + row] = mine
 
 
-def compile_score() -> Any:
+def compile_score(*, arch: str) -> Any:
     """Compile the kernel for any sizes; call it with the tensors of :meth:`ScoreKernel.__call__` and ``ctas``."""
     tokens, key_tokens, heads, key_heads = (cute.sym_int() for _ in range(4))
 
@@ -285,9 +287,9 @@ def compile_score() -> Any:
         shape = (cute.sym_int(), columns)
         return cute.runtime.make_fake_tensor(Int32, shape, stride=(columns, 1), assumed_align=4)
 
-    tiles = cute.sym_int()
+    tiles, columns = cute.sym_int(), cute.sym_int()
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    scores = cute.runtime.make_fake_tensor(Float32, (heads, tiles, tokens), stride=strides, assumed_align=4)
+    scores = cute.runtime.make_fake_tensor(Float32, (heads, tiles, columns), stride=strides, assumed_align=4)
     return cute.compile(
         ScoreKernel(),
         strided(tokens, heads, HEAD_DIM),
@@ -297,5 +299,5 @@ def compile_score() -> Any:
         scores,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi",
+        options=compile_options(arch),
     )
