@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from msa_vendored.backward.checks import ArgumentValueError, require_shape
+from msa_vendored.backward.checks import ArgumentValueError, UnsupportedArgumentError, require_shape
 from msa_vendored.backward.documents import BLOCK_SIZE
+from msa_vendored.compiling import Kernel, load_kernel
+from msa_vendored.hopper import ARCH
 from msa_vendored.reference.arguments import require_block_size, require_cu_seqlens
 from msa_vendored.reference.csr import require_csr_sizes, require_selection_layout
 from msa_vendored.reference.schedule import (
@@ -13,6 +17,11 @@ from msa_vendored.reference.schedule import (
     balanced_queries_per_item,
     schedule_capacity,
 )
+
+MAX_BITMAP_BYTES = 224 << 10
+"""Shared memory of a CTA of the kernels, one bit for each row and query of its chunk."""
+
+ITEM_FIELDS = 6
 
 
 def build_k2q_csr(
@@ -56,6 +65,11 @@ def build_k2q_csr(
         ArgumentTypeError: (a TypeError) an operand is not an int32 tensor.
         ArgumentValueError: (a ValueError) a shape, layout or size is not as described, or ``total_rows`` is missing
             or smaller than ceil(total_k / 128).
+        UnsupportedArgumentError: (a NotImplementedError) more than 28,672 rows.
+
+    Side effects:
+        Allocates the results, the schedule too, and ``4 * Hkv * total_rows * ceil(total_q / 256)`` bytes of work
+        space. The first call for a topK compiles or loads kernels.
     """
     require_selection_layout(q2k_indices)
     require_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q2k_indices.device)
@@ -64,7 +78,9 @@ def build_k2q_csr(
     require_block_size("kv_block_size", kv_block_size)
     require_csr_sizes(total_k, max_seqlen_k, max_seqlen_q, qhead_per_kv, return_schedule)
     rows = require_rows(total_rows, int(total_k or 0), cu_seqlens_k.shape[0] - 1)
-    return _build_with_torch(q2k_indices, cu_seqlens_q, cu_seqlens_k, rows, qhead_per_kv, return_schedule)
+    with torch.no_grad():
+        csr = build_with_kernels(q2k_indices.detach(), cu_seqlens_q, cu_seqlens_k, rows, qhead_per_kv)
+    return csr if return_schedule else csr[:2]
 
 
 def require_rows(total_rows: int | None, total_k: int, documents: int) -> int:
@@ -95,82 +111,65 @@ def require_rows(total_rows: int | None, total_k: int, documents: int) -> int:
     return int(total_rows)
 
 
-def _build_with_torch(
+def build_with_kernels(
     q2k_indices: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     rows: int,
     qhead_per_kv: int,
-    return_schedule: bool,
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, SparseAttentionSchedule]:
+    load: Callable[..., Kernel] = load_kernel,
+) -> tuple[torch.Tensor, torch.Tensor, SparseAttentionSchedule]:
+    """CSR and schedule of checked operands, without waiting for the device.
+
+    Args:
+        q2k_indices: int32 ``[Hkv, total_q, topK]``.
+        cu_seqlens_q: int32 ``[documents + 1]``.
+        cu_seqlens_k: int32 ``[documents + 1]``.
+        rows: rows to lay out.
+        qhead_per_kv: query heads per index head.
+        load: ``(compile_stage, *, arch, **options)`` to a launcher; tests emulate here.
+
+    Raises:
+        UnsupportedArgumentError: (a NotImplementedError) more rows than fit the bitmap in shared memory.
+    """
+    from msa_vendored.hopper.csr_kernels import compile_csr
+
     heads, total_q, topk = q2k_indices.shape
-    device = q2k_indices.device
-    blocks = torch.div(cu_seqlens_k.diff() + (BLOCK_SIZE - 1), BLOCK_SIZE, rounding_mode="floor").long()
-    ends = blocks.cumsum(0)
-    torch._assert_async(ends[-1] <= rows, "msa_vendored: total_rows is smaller than the number of key blocks")
-    first = ends - blocks
-    # Rows past the exact number belong to a document that does not exist, and sort behind all others.
-    flat = torch.arange(rows, device=device)
-    document = torch.searchsorted(ends, flat, right=True)
-    known = document < blocks.shape[0]
-    document = document.clamp(max=blocks.shape[0] - 1)
-    block = torch.where(known, flat - first[document], rows)
-    order = torch.argsort(block * blocks.shape[0] + document, stable=True)
-    row_of_block = torch.empty_like(order).scatter_(0, order, flat)
-
-    tokens = torch.arange(total_q, device=device)
-    token_document = torch.searchsorted(cu_seqlens_q[1:].long(), tokens, right=True).clamp(max=blocks.shape[0] - 1)
-    live = (q2k_indices >= 0) & (q2k_indices < blocks[token_document][None, :, None])
-    edge_block = first[token_document][None, :, None] + q2k_indices.clamp(min=0)
-    edge_row = torch.where(live, row_of_block[edge_block.clamp(max=rows - 1)], rows).reshape(heads, -1)
-    edge_order = edge_row.sort(dim=1, stable=True).indices
-    counts = torch.zeros((heads, rows + 1), dtype=torch.int64, device=device)
-    counts.scatter_add_(1, edge_row, torch.ones_like(edge_row))
-    row_ptr = torch.zeros((heads, rows + 1), dtype=torch.int32, device=device)
-    row_ptr[:, 1:] = counts[:, :rows].cumsum(1)
-    edge_live = torch.arange(total_q * topk, device=device) < row_ptr[:, -1:]
-    local = tokens - cu_seqlens_q[token_document]
-    query = torch.where(edge_live, local[torch.div(edge_order, topk, rounding_mode="floor")], -1).int()
-    if not return_schedule:
-        return row_ptr, query
-    slot = (live.cumsum(dim=2) - 1).reshape(heads, -1).gather(1, edge_order).int()
-    qsplit = torch.where(edge_live, query | (slot << 24), -1)
-    split_counts = live.sum(dim=2, dtype=torch.int32).T.contiguous()
-    metadata, work_count, target = _make_items(
-        row_ptr, document[order], block[order], total_q=total_q, topk=topk, qhead_per_kv=qhead_per_kv
-    )
-    return row_ptr, query, SparseAttentionSchedule(True, metadata, work_count, qsplit, split_counts, target)
-
-
-def _make_items(
-    row_ptr: torch.Tensor,
-    row_document: torch.Tensor,
-    row_block: torch.Tensor,
-    *,
-    total_q: int,
-    topk: int,
-    qhead_per_kv: int,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Work items in a table of fixed capacity, their number, and the most queries of one item."""
-    heads, rows = row_ptr.shape[0], row_ptr.shape[1] - 1
+    chunk = _require_chunk(rows)
     target = balanced_queries_per_item(total_q, topk, heads, qhead_per_kv)
     capacity = schedule_capacity(rows, total_q, topk, heads, target)
-    counts = row_ptr.diff(dim=1).reshape(-1).long()
-    pieces = torch.div(counts + (target - 1), target, rounding_mode="floor")
-    ends = pieces.cumsum(0)
-    item = torch.arange(capacity, device=row_ptr.device)
-    owner = torch.searchsorted(ends, item, right=True)
-    valid = owner < counts.shape[0]
-    owner = owner.clamp(max=counts.shape[0] - 1)
-    begin = (item - (ends - pieces)[owner]) * target
-    row = torch.remainder(owner, rows)
-    columns = (
-        torch.div(owner, rows, rounding_mode="floor"),
-        row,
-        begin,
-        (counts[owner] - begin).clamp(max=target),
-        row_document[row],
-        row_block[row],
-    )
-    metadata = torch.where(valid[:, None], torch.stack(columns, dim=1), 0).int()
-    return metadata, ends[-1:].int(), target
+
+    def new(*shape: int) -> torch.Tensor:
+        return q2k_indices.new_empty(shape)
+
+    row_ptr, q_indices, qsplit = new(heads, rows + 1), new(heads, total_q * topk), new(heads, total_q * topk)
+    split_counts, items, work_count = new(total_q, heads), new(capacity, ITEM_FIELDS), new(1)
+    documents, chunks = cu_seqlens_q.shape[0] - 1, -(-total_q // chunk)
+    sizes = (rows, documents, 2 * rows, heads * chunks * rows, heads * rows, 1)
+    row_of_block, first_block, row_block, counts, item_start, enough = new(sum(sizes)).split(sizes)
+    load(compile_csr, arch=ARCH, chunk=chunk, topk=topk)(
+        q2k_indices, cu_seqlens_q, cu_seqlens_k, row_of_block, first_block, row_block.view(rows, 2),
+        counts.view(heads, chunks, rows), row_ptr, item_start, q_indices, qsplit, split_counts, items, work_count,
+        enough, target,
+    )  # fmt: skip
+    torch._assert_async(enough, "msa_vendored: total_rows is smaller than the number of key blocks")
+    schedule = SparseAttentionSchedule(True, items, work_count, qsplit, split_counts, target)
+    return row_ptr, q_indices, schedule
+
+
+def chunk_queries(rows: int) -> int:
+    """Queries of one bitmap: 256, or 64 where 256 bits for each row do not fit shared memory; 0 if none do."""
+    return next((queries for queries in (256, 64) if rows * queries // 8 <= MAX_BITMAP_BYTES), 0)
+
+
+def _require_chunk(rows: int) -> int:
+    chunk = chunk_queries(rows)
+    if not chunk:
+        raise UnsupportedArgumentError(
+            "too many key blocks for one call",
+            where="argument total_rows",
+            expected=f"at most {MAX_BITMAP_BYTES // 8} rows, or {MAX_BITMAP_BYTES // 8 * BLOCK_SIZE} keys",
+            got=str(rows),
+            next_command="split the micro-batch",
+        )
+    return chunk

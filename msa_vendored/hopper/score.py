@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -166,19 +166,26 @@ def fmha_sm100(
     return None, scores
 
 
-def launch_scores(q: torch.Tensor, k: torch.Tensor, tables: ScoreTables, scores: torch.Tensor) -> None:
-    """The kernel on checked operands; the scores of keys that a query does not see are left as they are."""
-    with torch.no_grad():
-        compiled_score()(
-            strided_operand(q), strided_operand(k), tables.segments, tables.starts, scores, tables.starts.shape[0]
-        )
+def launch_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tables: ScoreTables,
+    scores: torch.Tensor,
+    load: Callable[..., Kernel] = load_kernel,
+) -> None:
+    """The kernel on checked operands; the scores of keys that a query does not see are left as they are.
 
-
-def compiled_score() -> Kernel:
-    """The kernel, loaded or compiled once in a process."""
+    Args:
+        q: ``[T, H, 128]`` bfloat16.
+        k: ``[Tk, Hk, 128]`` bfloat16.
+        tables: work.
+        scores: ``[H, tiles, columns]`` float32.
+        load: ``(compile_stage, *, arch, **options)`` to a launcher; tests emulate here.
+    """
     from msa_vendored.hopper.score_kernel import compile_score
 
-    return load_kernel(compile_score, arch=ARCH)
+    queries, keys = strided_operand(q), strided_operand(k)
+    load(compile_score, arch=ARCH)(queries, keys, tables.segments, tables.starts, scores, tables.starts.shape[0])
 
 
 def strided_operand(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from msa_vendored.backward.checks import UnsupportedArgumentError
-from msa_vendored.compiling import load_kernel
+from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.hopper import ARCH
 from msa_vendored.hopper.score import (
     HEAD_DIM,
@@ -72,15 +73,42 @@ def select_on_device(
             got=f"{index_q.dtype}, head dimension {index_q.shape[2]}",
             next_command='pass backend="reference"',
         )
+    chunks = find_chunks(plan, index_q.device)
+    return select_in_chunks(index_q, index_k, chunks, positions, init=init, local=local, topk=topk)
+
+
+def select_in_chunks(
+    index_q: Tensor,
+    index_k: Tensor,
+    chunks: Sequence[SelectChunk],
+    positions: Tensor,
+    *,
+    init: int,
+    local: int,
+    topk: int,
+    load: Callable[..., Kernel] = load_kernel,
+) -> Tensor:
+    """Score and rank chunk by chunk, on checked operands; arguments as in :func:`select_on_device`.
+
+    Args:
+        index_q: queries.
+        index_k: keys.
+        chunks: cover every query once.
+        positions: of the queries.
+        init: leading blocks that are forced.
+        local: whether the own block is forced.
+        topk: blocks per query.
+        load: ``(compile_stage, *, arch, **options)`` to a launcher; tests emulate here.
+    """
     from msa_vendored.hopper.select_kernel import compile_select
 
-    rank = load_kernel(compile_select, arch=ARCH, topk=topk)
+    rank = load(compile_select, arch=ARCH, topk=topk)
     tokens, heads, _ = index_q.shape
     ids = torch.empty((heads, tokens, topk), dtype=torch.int32, device=index_q.device)
-    for chunk in find_chunks(plan, index_q.device):
+    for chunk in chunks:
         shape = (heads, chunk.blocks, chunk.end - chunk.begin)
         scores = torch.empty(shape, dtype=torch.float32, device=index_q.device)
-        launch_scores(index_q, index_k, chunk.tables, scores)
+        launch_scores(index_q, index_k, chunk.tables, scores, load)
         rank(scores, positions[chunk.begin : chunk.end], ids[:, chunk.begin : chunk.end], init, local)
     return ids
 
@@ -88,26 +116,26 @@ def select_on_device(
 def find_chunks(plan: ScorePlan, device: torch.device) -> tuple[SelectChunk, ...]:
     """Chunks of a plan on a device, made and copied there once."""
     if device not in plan.chunks:
-        plan.chunks[device] = tuple(make_chunks(plan, device))
+        plan.chunks[device] = tuple(make_chunks(plan, device, ctas=count_sms(device)))
     return plan.chunks[device]
 
 
-def make_chunks(plan: ScorePlan, device: torch.device) -> list[SelectChunk]:
-    """Runs of query tiles whose scores fit :data:`SCORE_BUDGET`; a run has at least one tile."""
+def make_chunks(plan: ScorePlan, device: torch.device, *, ctas: int, budget: int = SCORE_BUDGET) -> list[SelectChunk]:
+    """Runs of query tiles whose scores fit a budget of elements; a run has at least one tile."""
     segments = make_segments(plan["qo_segment_lens"], plan["kv_segment_lens"], plan["qo_offset"])
     chunks, begin = [], 0
-    for stop in cut_rows(segments, plan["num_qo_heads"]):
+    for stop in cut_rows(segments, plan["num_qo_heads"], budget):
         part = segments[begin:stop].clone()
         first, last = int(part[0, 0]), int(part[-1, 0] + part[-1, 1])
         part[:, 6] -= first
-        starts = cut_segments(part, count_sms(device))
+        starts = cut_segments(part, ctas)
         tables = ScoreTables(part.to(device), starts.to(device))
         chunks.append(SelectChunk(tables, first, last, int(part[:, 5].max())))
         begin = stop
     return chunks
 
 
-def cut_rows(segments: Tensor, heads: int, budget: int = SCORE_BUDGET) -> list[int]:
+def cut_rows(segments: Tensor, heads: int, budget: int) -> list[int]:
     """Ends of runs of segments whose scores, heads x most tiles x queries, stay within a budget."""
     ends: list[int] = []
     begin = widest = queries = 0
