@@ -40,7 +40,9 @@ class Problem:
         return self.q.shape[1] // self.k.shape[1]
 
 
-def select_blocks(lengths: Sequence[int], kv_heads: int, topk: int, device: str, random: torch.Generator) -> torch.Tensor:
+def select_blocks(
+    lengths: Sequence[int], kv_heads: int, topk: int, device: str, random: torch.Generator
+) -> torch.Tensor:
     """Random causal selection int32 ``[kv_heads, T, topk]``: the own block first, then earlier ones, then -1."""
     rows = []
     for length in lengths:

@@ -37,13 +37,19 @@ def build_tables(
     task_of_pair = ((rank % slots == 0).long().cumsum(0)) - 1
     tasks = int(task_of_pair[-1]) + 1 if task_of_pair.numel() else 0
     first = rank % slots == 0
-    meta = torch.stack([document[token[first]], head[first], block[first], (bucket_size - rank)[first].clamp(max=slots)], 1)
+    meta = torch.stack(
+        [document[token[first]], head[first], block[first], (bucket_size - rank)[first].clamp(max=slots)], 1
+    )
     qrows = torch.full((tasks, slots), -1, device=device, dtype=torch.long)
     qrows[task_of_pair, rank % slots] = token
     shift = (starts - cu_seqlens[:-1].long())[meta[:, 0]][:, None]
     qpos = torch.where(qrows >= 0, qrows + shift, -1)
     key = meta[:, 1]
-    for column, size in ((qrows[:, 0] // window, selection.shape[1]), (meta[:, 2], blocks), (qrows[:, 0], selection.shape[1])):
+    for column, size in (
+        (qrows[:, 0] // window, selection.shape[1]),
+        (meta[:, 2], blocks),
+        (qrows[:, 0], selection.shape[1]),
+    ):
         key = key * (size + 1) + column
     order = key.argsort()
     walk = _plan_walk(tasks, grid, rows_per_chunk)

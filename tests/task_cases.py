@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 KEYS_PER_BLOCK = 128
+FIELDS = ("row_ptr", "q_indices", "scheduler_metadata", "work_count", "cu_seqlens", "document_workspace_starts")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +26,7 @@ class TaskCase:
     workspace_rows: int
 
     def to(self, device: str) -> TaskCase:
-        names = [name for name in self.__slots__ if name not in ("tokens", "workspace_rows")]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device) for name in FIELDS})
 
 
 def make_task_case(
@@ -77,9 +77,9 @@ def make_task_case(
     metadata = np.full((len(items) + spare_items, 6), 1 << 30, np.int64)
     metadata[: len(items)] = np.asarray(items)[random.permutation(len(items))]
     arrays = (row_ptr, q_indices, metadata, np.array([len(items)]), cu, starts)
-    tensors = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+    named = {name: torch.from_numpy(array.astype(np.int32)) for name, array in zip(FIELDS, arrays, strict=True)}
     workspace_rows = int(starts[-1] + (blocks[-1] + gap_blocks) * KEYS_PER_BLOCK)
-    return TaskCase(*tensors, tokens=int(cu[-1]), workspace_rows=workspace_rows)
+    return TaskCase(**named, tokens=int(cu[-1]), workspace_rows=workspace_rows)
 
 
 def _head_rows(documents: Sequence[int], topk: int, hot_block: bool, random: np.random.Generator) -> list[np.ndarray]:
@@ -161,3 +161,34 @@ def corruptions(case: TaskCase) -> list[Corruption]:
         start = int(case.document_workspace_starts[0])
         found.append(("two documents in one place", 16, lambda c: edit(c, "document_workspace_starts", (1,), start)))
     return found
+
+
+def make_large_case(tokens: int, topk: int, *, heads: int = 4, seed: int = 0, device: str = "cpu") -> TaskCase:
+    """One document of ``tokens`` tokens, made with torch on ``device``: causal, own block, others at random.
+
+    Items are cut at 512 edges, in row order; shapes depend on nothing but ``tokens``, ``topk`` and ``heads``.
+    """
+    random = torch.Generator(device).manual_seed(seed)
+    blocks = -(-tokens // KEYS_PER_BLOCK)
+    own = torch.arange(tokens, device=device) // KEYS_PER_BLOCK
+    row_ptr = torch.zeros((heads, blocks + 1), dtype=torch.int32, device=device)
+    q_indices = torch.full((heads, tokens * topk), -1, dtype=torch.int32, device=device)
+    for head in range(heads):
+        scores = torch.rand((tokens, blocks), generator=random, device=device)
+        scores.masked_fill_(torch.arange(blocks, device=device)[None] > own[:, None], -1)
+        scores.scatter_(1, own[:, None], 2)
+        best, chosen = scores.topk(min(topk, blocks), dim=1)
+        key = (chosen * tokens + torch.arange(tokens, device=device)[:, None])[best >= 0].sort().values
+        row_ptr[head, 1:] = torch.bincount(key // tokens, minlength=blocks).cumsum(0)
+        q_indices[head, : key.shape[0]] = (key % tokens).int()
+    counts = row_ptr.diff(dim=1).flatten().long()
+    pieces = (counts + 511) // 512
+    capacity = heads * blocks + heads * tokens * topk // 512
+    items = torch.arange(capacity, device=device)
+    owner = torch.searchsorted(pieces.cumsum(0), items, right=True).clamp(max=counts.shape[0] - 1)
+    begin = (items - (pieces.cumsum(0) - pieces)[owner]) * 512
+    row = owner % blocks
+    columns = (owner // blocks, row, begin, (counts[owner] - begin).clamp(max=512), torch.zeros_like(row), row)
+    vector = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    metadata, count = torch.stack(columns, 1).int().contiguous(), pieces.sum()[None].int()
+    return TaskCase(row_ptr, q_indices, metadata, count, vector, vector[:1], tokens, blocks * KEYS_PER_BLOCK)

@@ -130,7 +130,7 @@ def launch(
         sizes: of both.
         softmax_scale: factor on the logits.
         multiprocessors: CTAs that the main kernel is launched with at most.
-        error: into whose word the task build reports.
+        error: into whose word the call's own is ORed in the end.
     """
     q, k, v, grad_out, lse, out = operands
     plan = plan_call(sizes)
@@ -142,8 +142,8 @@ def launch(
     stages.delta(out, grad_out, parts["delta"])
     stages.build_tasks(
         schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
-        parts["scratch"], *tables, parts["descriptor"], error.word, sizes.tokens, sizes.workspace_rows, plan.window,
-        grid, stages.rows_per_chunk(plan.capacity),
+        parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
+        plan.window, grid, stages.rows_per_chunk(plan.capacity),
     )  # fmt: skip
     stages.main(
         MainArguments(
@@ -151,7 +151,7 @@ def launch(
             parts["dkv_sum"], softmax_scale, grid,
         )
     )  # fmt: skip
-    stages.postprocess(parts["dq_sum"], dq, parts["dkv_sum"], dkv)
+    stages.postprocess(parts["dq_sum"], dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
     error.enqueue_copy()
     return dq, dkv[0], dkv[1]
 

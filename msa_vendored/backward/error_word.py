@@ -1,9 +1,10 @@
 """Errors that only the device sees, reported without waiting for it.
 
-The task build ORs error bits into one int32 of device memory. There is one word a device, and it lives as long as the
-process: captured graphs keep its address. After each call the host enqueues a copy of it into page-locked memory; the
-next call looks there, without synchronising, and raises. A bit stays set until it is raised, so that nothing is lost
-between two calls that overlap.
+The task build ORs error bits into a word of the call's workspace. If it is not zero in the end, the postprocess makes
+the gradients of the call NaN and ORs the bits into a word of the device, which lives as long as the process: captured
+graphs keep its address. After each call the host enqueues a copy of the device's word into page-locked memory; the next
+call looks there, without synchronising, and raises. A bit stays set until it is raised, so that nothing is lost between
+two calls that overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MEANINGS = {
 
 
 class ScheduleError(ArgumentValueError):
-    """The device found a schedule inconsistent; gradients of the call that used it are incomplete.
+    """The device found a schedule inconsistent; gradients of the call that used it are NaN.
 
     Attributes:
         bits: the error word, see :mod:`msa_vendored.backward.tasks`.
@@ -34,7 +35,7 @@ class ScheduleError(ArgumentValueError):
     def __init__(self, bits: int, *, where: str) -> None:
         known = [text for bit, text in _MEANINGS.items() if bits & bit]
         super().__init__(
-            "the backward schedule is inconsistent: parts of it were left out, and the gradients are incomplete",
+            "the backward schedule is inconsistent: parts of it were left out, and the gradients were set to NaN",
             where=where,
             expected="the CSR and schedule that build_k2q_csr made for this selection",
             got="; ".join(known) or f"error word {bits:#x}",

@@ -665,9 +665,7 @@ class MainBackwardSm90:
         self.reduce_dq(dq, dq_sum, info, thread, group)
 
     @cute.jit
-    def reduce_dq(
-        self, dq: cute.Tensor, dq_sum: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32
-    ) -> None:
+    def reduce_dq(self, dq: cute.Tensor, dq_sum: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
         """Add a dQ fragment to its rows of global memory, 16 bytes at a time, in the order of ``dq_sum_index``."""
         head, lane = info[0], thread % 32
         size = 2 if self.bf16_sum else 4
@@ -693,9 +691,7 @@ class MainBackwardSm90:
                         red_add_f32x4(target, values)
 
     @cute.jit
-    def flush(
-        self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32
-    ) -> None:
+    def flush(self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
         """Add dK or dV of a segment to global memory, in the order of ``dkv_sum_index``, and clear it."""
         block = Int64(info[1]) * Int64(target.shape[1]) + Int64(info[0])
         base = target.iterator.toint() + (block * 2 + group) * (HALF * HEAD_DIM * 4) + thread * 16

@@ -79,8 +79,9 @@ def plan_call(sizes: Sizes) -> CallPlan:
     f32, i32 = torch.float32, torch.int32
     dq_dtype = {"bf16": torch.bfloat16, "fp32": f32}[s.dq_accumulation]
     regions = [
-        Region("dq_sum", dq_dtype, (s.tokens, s.query_heads, HEAD_DIM), zeroed=True),
-        Region("dkv_sum", f32, (2, s.workspace_rows, s.key_heads, HEAD_DIM), zeroed=True),
+        Region("dq_sum", dq_dtype, (s.tokens * s.query_heads * HEAD_DIM,), zeroed=True),
+        Region("dkv_sum", f32, (2 * s.workspace_rows * s.key_heads * HEAD_DIM,), zeroed=True),
+        Region("error_word", i32, (1,), zeroed=True),
         Region("delta", f32, (s.tokens, s.query_heads)),
         Region("scratch", i32, (scratch_words,)),
         Region("task_meta", i32, (capacity, 4)),

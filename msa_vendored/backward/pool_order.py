@@ -1,8 +1,8 @@
 """Orders of accumulators: where element (row, d) of a gradient lies in the pool that a main kernel adds to.
 
 A main kernel adds 16 bytes at a time from the registers of its tensor-core fragments, so its pools are permuted. Every
-such order permutes the *bits* of (row in tile, d): a tile of 2^n rows x 128 takes 2^(n + 7) consecutive elements, and an
-order lists, lowest bit of the element number first, which bit of the row (``r0``, ``r1``, ...) or of d (``d0`` to
+such order permutes the *bits* of (row in tile, d): a tile of 2^n rows x 128 takes 2^(n + 7) consecutive elements, and
+an order lists, lowest bit of the element number first, which bit of the row (``r0``, ``r1``, ...) or of d (``d0`` to
 ``d6``) it is. ``"d0 d1 d2 d3 d4 d5 d6"`` is a row by itself; ``"r0 d0 d1 d2 d3 d4 d5 d6"`` has two rows side by side.
 
 From an order follows how to read it back in whole 16-byte vectors and write bf16 in whole 16-byte *octets* (8
@@ -34,7 +34,7 @@ SM90_DKV_ORDER = "d0 r3 d1 d2 r0 r1 r2 r4 r5 d3 d4 d5 d6 r6"
 
 
 def sm90_dq_order(heads: int, element_bytes: int) -> str:
-    """dQ of the SM90 main kernel, a tile for ``heads`` = min(ratio, 8) rows.
+    """Order of dQ in the SM90 main kernel, a tile for ``heads`` = min(ratio, 8) rows.
 
     A lane of a wgmma fragment holds two neighbouring d of each 8; as many pairs as fill 16 bytes lie together.
     """
@@ -112,7 +112,7 @@ def plan_granules(order: str, element_bytes: int) -> GranulePlan:
         octets.append((row, d, tuple((vectors.index(i & ~mask), i & mask) for i in indices)))
     outside = [bit for bit in bits if bit not in inside]
     along = sorted(outside, key=lambda bit: (bit[0] == "r", int(bit[1:])))
-    strides = []
+    strides: list[Stride] = []
     while outside:
         bit = outside[0] if len(strides) % 2 == 0 else along[0]
         outside.remove(bit)

@@ -3,16 +3,19 @@
 The pools are in the order in which a main kernel adds to them (:mod:`msa_vendored.backward.pool_order`); the first CTAs
 convert dQ, the others dK and dV. A thread reads a granule, whole 16-byte vectors, permutes it in registers and writes
 whole 16-byte octets. Bytes moved: 6 per fp32 and 4 per bf16 element.
+
+A call whose schedule was found inconsistent gets NaN everywhere: incomplete gradients must not look like gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from msa_vendored.backward.pool_order import VECTOR_BYTES, GranulePlan, plan_granules
 from msa_vendored.compiling import compile_options
@@ -44,8 +47,10 @@ class PoolReader:
         return cute.ceil_div(granules, THREADS * self.granules)
 
     @cute.jit
-    def convert(self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32) -> None:
-        """One CTA's granules. Row r of tile t is row ``(t // inner * tile_rows + r) * inner + t % inner`` of the target."""
+    def convert(
+        self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32, spoilt: Boolean
+    ) -> None:
+        """One CTA's granules. Row r of tile t is the target's ``(t // inner * tile_rows + r) * inner + t % inner``."""
         thread, _, _ = cute.arch.thread_idx()
         first = cta * (THREADS * self.granules) + thread
         granules = rows // self.plan.tile_rows * self.plan.granules_per_tile
@@ -63,6 +68,8 @@ class PoolReader:
                     values = cute.make_rmem_tensor(OCTET, BFloat16)
                     for k in cutlass.range_constexpr(OCTET):
                         values[k] = loaded[i][sources[k][0]][sources[k][1]].to(BFloat16)
+                    if spoilt:
+                        values.fill(BFloat16(math.nan))
                     base = (outer + octet_row * inner) * HEAD_DIM + (d + octet_d)
                     cute.make_tensor(target + cute.assume(base, divby=OCTET), cute.make_layout(OCTET)).store(
                         values.load()
@@ -82,6 +89,7 @@ class PoolReader:
 
     @cute.jit
     def load(self, source: cute.Pointer, offset: Int64) -> cute.TensorSSA:
+        """The 16-byte vector at an element offset, a multiple of its length."""
         values = VECTOR_BYTES * 8 // self.dtype.width
         return cute.make_tensor(source + cute.assume(offset, divby=values), cute.make_layout(values)).load()
 
@@ -98,10 +106,31 @@ class Postprocess:
         self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, stream: Any
     ) -> None:
         """One launch; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, None, stream)
+
+    @cute.jit
+    def report(
+        self,
+        dq_pool: cute.Tensor,
+        dq: cute.Tensor,
+        dkv_pool: cute.Tensor,
+        dkv: cute.Tensor,
+        error_word: cute.Tensor,
+        device_word: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """One launch that also reports; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), stream)
+
+    @cute.jit
+    def launch(
+        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, words: Any, stream: Any
+    ) -> None:
+        """CTAs for dQ, then CTAs for dK and dV."""
         dq_rows, dkv_rows, kv_heads = dq.shape[0] * dq.shape[1], 2 * dkv.shape[1] * dkv.shape[2], dkv.shape[2]
         dq_ctas = self.dq.ctas(dq_rows)
         self.convert(
-            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, dq_ctas, dq_rows, dkv_rows, kv_heads
+            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, words, dq_ctas, dq_rows, dkv_rows, kv_heads
         ).launch(grid=(dq_ctas + self.dkv.ctas(dkv_rows), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -111,6 +140,7 @@ class Postprocess:
         dq: cute.Pointer,
         dkv_pool: cute.Pointer,
         dkv: cute.Pointer,
+        words: Any,
         dq_ctas: Int32,
         dq_rows: Int32,
         dkv_rows: Int32,
@@ -118,13 +148,22 @@ class Postprocess:
     ) -> None:
         """All heads of a token are neighbouring rows of dq; those of a key block are apart in dk and dv."""
         cta, _, _ = cute.arch.block_idx()
+        spoilt = Boolean(False)
+        if cutlass.const_expr(words is not None):
+            error_word, device_word = words
+            spoilt = error_word[0] != 0
+            thread, _, _ = cute.arch.thread_idx()
+            if spoilt & (cta == 0) & (thread == 0):
+                cute.arch.atomic_or(device_word.iterator, error_word[0])
         if cta < dq_ctas:
-            self.dq.convert(dq_pool, dq, cta, dq_rows, 1)
+            self.dq.convert(dq_pool, dq, cta, dq_rows, 1, spoilt)
         else:
-            self.dkv.convert(dkv_pool, dkv, cta - dq_ctas, dkv_rows, kv_heads)
+            self.dkv.convert(dkv_pool, dkv, cta - dq_ctas, dkv_rows, kv_heads, spoilt)
 
 
-def compile_postprocess(*, arch: str, dq_dtype: str, dq_order: str, dkv_order: str) -> Callable[..., None]:
+def compile_postprocess(
+    *, arch: str, dq_dtype: str, dq_order: str, dkv_order: str, report_errors: bool = False
+) -> Callable[..., None]:
     """Compiles the stage for the pools of one main kernel.
 
     Args:
@@ -132,6 +171,8 @@ def compile_postprocess(*, arch: str, dq_dtype: str, dq_order: str, dkv_order: s
         dq_dtype: ``"fp32"`` or ``"bf16"``, type of the dQ pool.
         dq_order: order of the dQ pool; its tiles are groups of neighbouring heads of a token.
         dkv_order: order of the fp32 dK and dV pools; its tiles are the 128 keys of a key block and kv head.
+        report_errors: two more arguments ``(error_word, device_word)``, int32 ``[1]``: if the first is not 0, it is
+            ORed into the second and the gradients become NaN.
 
     Returns:
         A function ``(dq_pool, dq, dkv_pool, dkv)`` on the current stream: flat pools of ``T * Hq * 128`` and
@@ -152,12 +193,14 @@ def compile_postprocess(*, arch: str, dq_dtype: str, dq_order: str, dkv_order: s
         order = tuple(reversed(range(len(shape))))
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=VECTOR_BYTES)
 
+    words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)] * 2 if report_errors else []
     return cute.compile(
-        stage,
+        stage.report if report_errors else stage,
         fake(stage.dq.dtype, cute.sym_int64()),
         fake(BFloat16, tokens, heads, HEAD_DIM),
         fake(Float32, cute.sym_int64()),
         fake(BFloat16, 2, rows, kv_heads, HEAD_DIM),
+        *words,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
     )

@@ -117,14 +117,14 @@ class WarpPlan:
 
     Attributes:
         threads: of the CTA.
-        registers: per thread, for each warpgroup: service (mma, load, rows, spare), compute, reduce.
+        registers: per thread, for each warpgroup: service (mma, load, rows, gather), compute, reduce.
     """
 
     threads: int
     registers: tuple[int, ...]
 
 
-MMA_WARP, LOAD_WARP, ROW_WARP = 0, 1, 2
+MMA_WARP, LOAD_WARP, ROW_WARP, GATHER_WARP = range(4)
 SERVICE_GROUP, COMPUTE_GROUP, REDUCE_GROUP = 0, 1, 2
 PLAN = WarpPlan(threads=384, registers=(88, 240, 168))
 """88 + 240 + 168 = 496 registers for the three warps of a sub-partition, of 512."""
@@ -138,6 +138,11 @@ def smem_bytes(ratio: int) -> int:
 def slots(ratio: int) -> int:
     """Queries of a tile."""
     return TILE // ratio
+
+
+def gathers_by_tma(ratio: int) -> bool:
+    """Whether the rows of one query fill groups of eight, so that boxes of a tensor map bring them in."""
+    return ratio >= SWIZZLE_ROWS
 
 
 def position_bytes(ratio: int) -> int:

@@ -134,20 +134,44 @@ def store_shared(address: Any, values: Sequence[Any], offset: int = 0) -> None:
         _assemble(f"st.shared.v{count}.b32 [$0+{offset}], {_list(1, count)};", [], [address, *values])
 
 
-def add_global_floats(address: Any, values: Sequence[Any], offset: int = 0) -> None:
-    """Reduction of 1, 2 or 4 consecutive fp32."""
+def add_global_floats(address: Any, values: Sequence[Any], offset: int = 0, where: Any = None) -> None:
+    """Reduction of 1, 2 or 4 consecutive fp32; only if ``where`` is not negative."""
+    _reduce("", "f32", address, values, offset, where)
+
+
+def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0, where: Any = None) -> None:
+    """Reduction of 1, 2 or 4 consecutive words of two bf16; only if ``where`` is not negative."""
+    _reduce(".noftz", "bf16x2", address, words, offset, where)
+
+
+def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offset: int, where: Any) -> None:
     count = len(values)
-    vector = f".v{count}" if count > 1 else ""
-    listed = _list(1, count) if count > 1 else "$1"
-    _assemble(f"red.relaxed.gpu.global.add{vector}.f32 [$0+{offset}], {listed};", [], [address, *values])
+    vector, listed = (f".v{count}", _list(1, count)) if count > 1 else ("", "$1")
+    text = f"red.relaxed.gpu.global.add{rounding}{vector}.{kind} [$0+{offset}], {listed};"
+    if where is None:
+        _assemble(text, [], [address, *values])
+        return
+    text = f"{{\n\t.reg .pred p;\n\tsetp.ge.s32 p, ${count + 1}, 0;\n\t@p {text}\n\t}}"
+    _assemble(text, [], [address, *values, where])
 
 
-def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0) -> None:
-    """Reduction of 1, 2 or 4 consecutive words of two bf16."""
-    count = len(words)
-    vector = f".v{count}" if count > 1 else ""
-    listed = _list(1, count) if count > 1 else "$1"
-    _assemble(f"red.relaxed.gpu.global.add.noftz{vector}.bf16x2 [$0+{offset}], {listed};", [], [address, *words])
+def copy_async(target: Any, source: Any, where: Any) -> None:
+    """16 bytes from global to shared memory, or zeros if ``where`` is negative."""
+    text = (
+        "{\n\t.reg .pred p;\n\t.reg .b32 n;\n\tsetp.ge.s32 p, $2, 0;\n\tselp.b32 n, 16, 0, p;\n\t"
+        "cp.async.cg.shared.global [$0], [$1], 16, n;\n\t}"
+    )
+    _assemble(text, [], [target, source, where])
+
+
+def wait_async_copies() -> None:
+    """Until this thread's :func:`copy_async` have written."""
+    _assemble("cp.async.wait_all;", [], [])
+
+
+def exchange(value: Any, mask: int) -> Any:
+    """The fp32 of the lane whose number differs by ``mask``."""
+    return _assemble(f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;", [Float32], [value])[0]
 
 
 def fence_async_shared() -> None:

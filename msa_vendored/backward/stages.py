@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from msa_vendored.backward.checks import UnsupportedArgumentError
+from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
 from msa_vendored.backward.tasks import DEFAULT_ROWS_PER_CHUNK
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capability to what its kernels are compiled for; code for one of these runs on no other."""
+
+_SUM_BYTES = {"bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class MainArguments:
         cu_seqlens: ``[documents + 1]``.
         document_workspace_starts: ``[documents]``.
         descriptor: ``[8]``.
-        dq_sum: as many elements as q, bf16 or fp32, zero, in the order that the kernel likes.
-        dkv_sum: fp32, as many elements as k and v, zero; dK first.
+        dq_sum: flat, as many elements as q, bf16 or fp32, zero, in the order that the kernel likes.
+        dkv_sum: flat fp32, as many elements as k and v, zero; dK first.
         softmax_scale: factor on the logits.
         grid: CTAs.
     """
@@ -76,7 +78,8 @@ class Stages:
         delta: ``(out, grad_out, delta)``.
         build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
         main: adds to ``dq_sum`` and ``dkv_sum``.
-        postprocess: ``(dq_sum, dq, dkv_sum, dkv)``.
+        postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
+            :func:`msa_vendored.backward.postprocess.compile_postprocess`.
         chunk_rows: tasks of one chunk of the walk at most; None if every CTA of the main kernel takes one chunk.
     """
 
@@ -139,12 +142,14 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
             got="deterministic=True",
             next_command='use kernels(backend="reference") for results that repeat bit by bit',
         )
-    main, layout = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, load)
+    main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, load)
     return Stages(
         delta=load(compile_delta, arch=arch),
         build_tasks=load(compile_task_build, arch=arch, ratio=ratio),
         main=main,
-        postprocess=load(compile_postprocess, arch=arch, **layout),
+        postprocess=load(
+            compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
+        ),
         chunk_rows=DEFAULT_ROWS_PER_CHUNK if arch == "sm_90a" else None,
     )
 
@@ -165,32 +170,42 @@ def _require_dsl() -> None:
 Main = Callable[[MainArguments], None]
 
 
-def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, Any]]:
-    """The tcgen05 kernel, and what the postprocess is compiled with to read its sums."""
+def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+    """The tcgen05 kernel, and the orders of its sums, see :mod:`msa_vendored.backward.pool_order`."""
     from msa_vendored.backward.main_sm100 import compile_main
+    from msa_vendored.backward.sm100_layout import head_group
 
-    kernel = load(compile_main, arch=structure.arch, ratio=structure.ratio, dq_accumulation=structure.dq_accumulation)
+    dq_accumulation = structure.dq_accumulation
+    kernel = load(compile_main, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
 
     def main(a: MainArguments) -> None:
         kernel(
             a.q, a.grad_out, a.k, a.v, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.descriptor,
-            a.cu_seqlens, a.document_workspace_starts, a.dq_sum.view(-1), a.dkv_sum.view(-1), a.softmax_scale, a.grid,
+            a.cu_seqlens, a.document_workspace_starts, a.dq_sum, a.dkv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    return main, {"dq_pool": structure.dq_accumulation}
+    dq_order = head_group_order(head_group(structure.ratio, _SUM_BYTES[dq_accumulation]))
+    return main, {"dq_order": dq_order, "dkv_order": SM100_DKV_ORDER}
 
 
-def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, Any]]:
-    """The wgmma kernel, and what the postprocess is compiled with to read its sums."""
-    from msa_vendored.backward.main_sm90 import compile_main
-
-    kernel = load(compile_main, arch=structure.arch, ratio=structure.ratio, dq_accumulation=structure.dq_accumulation)
+def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+    """The wgmma kernel, and the orders of its sums."""
+    dq_accumulation = structure.dq_accumulation
+    kernel = load(compile_main_sm90, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
 
     def main(a: MainArguments) -> None:
         dk_sum, dv_sum = a.dkv_sum.view(2, -1, a.k.shape[1], 128 * 128)
         kernel(
             a.q, a.k, a.v, a.grad_out, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.cu_seqlens,
-            a.document_workspace_starts, a.descriptor, a.dq_sum, dk_sum, dv_sum, a.softmax_scale, a.grid,
+            a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    return main, {"dq_pool": structure.dq_accumulation}
+    dq_order = sm90_dq_order(min(structure.ratio, 8), _SUM_BYTES[dq_accumulation])
+    return main, {"dq_order": dq_order, "dkv_order": SM90_DKV_ORDER}
+
+
+def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:
+    """See :func:`msa_vendored.backward.main_sm90.compile_main`."""
+    from msa_vendored.backward.main_sm90 import compile_main
+
+    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, options=f"--gpu-arch {arch}")

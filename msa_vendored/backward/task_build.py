@@ -115,6 +115,7 @@ class TaskBuild:
         rows_per_chunk: Int32,
         stream: Any,
     ) -> None:
+        """The five launches; see :func:`compile_task_build` for the arguments."""
         heads, rows = row_ptr.shape[0], row_ptr.shape[1] - 1
         blocks, windows = workspace_rows // KEYS_PER_BLOCK, (tokens + window - 1) // window
         csr_rows, owners, groups = heads * rows, heads * blocks, heads * windows
@@ -152,6 +153,7 @@ class TaskBuild:
 
     @cute.kernel
     def clear(self, scratch: cute.Tensor, quads: Int32) -> None:
+        """Zeroes the scratch, 16 bytes a thread."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         quad = cta * THREADS + thread
@@ -169,6 +171,7 @@ class TaskBuild:
         tokens: Int32,
         workspace_rows: Int32,
     ) -> None:
+        """One work item a thread."""
         row_ptr, q_indices, items, cu_seqlens, starts = csr
         tilings, row_items, block_owners, _ = row_state
         thread, _, _ = cute.arch.thread_idx()
@@ -202,6 +205,7 @@ class TaskBuild:
 
     @cute.jit
     def names_row(self, head: Int32, row: Int32, row_ptr: cute.Tensor) -> Boolean:
+        """Whether (head, row) is one of the CSR."""
         return (head >= 0) & (head < row_ptr.shape[0]) & (row >= 0) & (row < row_ptr.shape[1] - 1)
 
     @cute.kernel
@@ -215,6 +219,7 @@ class TaskBuild:
         error_word: cute.Tensor,
         window: Int32,
     ) -> None:
+        """One row a CTA; counts the row's tasks into its bins."""
         row_ptr, q_indices, items, cu_seqlens, starts = csr
         tilings, row_items, block_owners, row_tasks = row_state
         thread, _, _ = cute.arch.thread_idx()
@@ -267,6 +272,7 @@ class TaskBuild:
     def check_queries(
         self, q_indices: cute.Tensor, head: Int32, first: Int32, last: Int32, length: Int32, bad_queries: cute.Tensor
     ) -> None:
+        """Sets ``bad_queries`` if the row's queries do not ascend or leave the document."""
         thread, _, _ = cute.arch.thread_idx()
         bad = Boolean(False)
         for edge in cutlass.range(first + thread, last, THREADS, unroll=4):
@@ -290,6 +296,7 @@ class TaskBuild:
         grid: Int32,
         rows_per_chunk: Int32,
     ) -> None:
+        """One (kv head, window) a CTA: turns ``ends`` into what to add to a task's index in its row."""
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -351,6 +358,7 @@ class TaskBuild:
         window: Int32,
         windows: Int32,
     ) -> None:
+        """A quarter of a row a CTA; as many neighbouring threads a task as it has slots."""
         row_ptr, q_indices, items, cu_seqlens, starts = csr
         _, row_items, _, row_tasks = row_state
         task_meta, task_qrows, task_qpos = tables

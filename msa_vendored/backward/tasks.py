@@ -16,7 +16,7 @@ Nothing here needs a GPU or the CuTe DSL.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,12 +61,29 @@ Ints = npt.NDArray[np.int32]
 class Schedule(Protocol):
     """Fields of :class:`~msa_vendored.backward.schedule.MSABackwardSchedule`; int32 CPU tensors or arrays here."""
 
-    row_ptr: Any
-    q_indices: Any
-    scheduler_metadata: Any
-    work_count: Any
-    cu_seqlens: Any
-    document_workspace_starts: Any
+    @property
+    def row_ptr(self) -> Any:
+        """First edge of each row, ``[kv heads, rows + 1]``."""
+
+    @property
+    def q_indices(self) -> Any:
+        """Queries within their document, ``[kv heads, edge capacity]``."""
+
+    @property
+    def scheduler_metadata(self) -> Any:
+        """Work items, ``[work capacity, 6]``."""
+
+    @property
+    def work_count(self) -> Any:
+        """Number of valid work items, ``[1]``."""
+
+    @property
+    def cu_seqlens(self) -> Any:
+        """First token of each document, ``[documents + 1]``."""
+
+    @property
+    def document_workspace_starts(self) -> Any:
+        """First workspace row of each document, ``[documents]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,7 @@ def bin_count(tokens: int, workspace_rows: int, kv_heads: int, window: int) -> i
     return kv_heads * -(-tokens // window) * (workspace_rows // KEYS_PER_BLOCK)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchLayout:
     """First words of the sections of the device build's scratch, int32; ``words`` is its size, a multiple of 4.
 
@@ -174,8 +191,9 @@ def plan_scratch(kv_heads: int, rows: int, tokens: int, workspace_rows: int, win
     groups, bins = kv_heads * -(-tokens // window), bin_count(tokens, workspace_rows, kv_heads, window)
     blocks = kv_heads * (workspace_rows // KEYS_PER_BLOCK)
     sizes = [kv_heads * rows, kv_heads * rows, blocks, groups, bins, bins, kv_heads * rows]
-    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return ScratchLayout(*starts[:-1], words=-(-starts[-1] // 4) * 4)
+    names = [field.name for field in fields(ScratchLayout)]
+    starts = {name: sum(sizes[:i]) for i, name in enumerate(names[:-1])}
+    return ScratchLayout(**starts, words=-(-sum(sizes) // 4) * 4)
 
 
 def task_capacity(edge_capacity: int, work_capacity: int, kv_heads: int, ratio: int, *, rows: int | None = None) -> int:
