@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +124,13 @@ def test_scales_are_taken_as_they_are() -> None:
     assert [require_scale(scale) for scale in (None, 0, -2.5)] == [128**-0.5, 0.0, -2.5]
 
 
+@pytest.fixture(autouse=True)
+def no_device_remembered() -> Iterator[None]:
+    arch_of.cache_clear()
+    yield
+    arch_of.cache_clear()
+
+
 WRONG_DEVICES = [((8, 0), "A100", "A100, compute capability 8.0"), ((12, 0), "B40", "B40, compute capability 12.0")]
 
 
@@ -230,8 +236,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(engine, "_ready", set())
     monkeypatch.setattr(error_word, "_words", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    properties = SimpleNamespace(multi_processor_count=148)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(engine, "count_multiprocessors", lambda device: 148)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return calls
 

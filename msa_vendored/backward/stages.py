@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -107,8 +108,9 @@ class Stages:
     walk: Walk
 
 
+@lru_cache(maxsize=64)
 def arch_of(device: torch.device) -> str:
-    """Architecture that kernels for ``device`` are compiled for.
+    """Architecture that kernels for ``device`` are compiled for. Remembered: asking the driver takes 10 us.
 
     Raises:
         UnavailableError: no GPU, or one that the kernels are not written for; the message names it.
@@ -127,6 +129,12 @@ def arch_of(device: torch.device) -> str:
         got=found,
         next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
     )
+
+
+@lru_cache(maxsize=64)
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel) -> Stages:
