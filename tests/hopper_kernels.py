@@ -151,6 +151,29 @@ def run_selection(emulation: Emulation, lengths: Sequence[int], topk: int, init:
     assert torch.equal(got, want), f"{int((got != want).any(2).sum())} of {want.shape[1]} queries differ"
 
 
+def run_fused_selection(
+    emulation: Emulation, lengths: Sequence[int], keys: Sequence[int], heads: int, topk: int, init: int, local: int
+) -> None:
+    """Scores and ranking in one kernel, against the reference's ranking; integers make ties."""
+    from msa_vendored.hopper import score, select
+    from msa_vendored.training import Microbatch, select_blocks
+
+    torch.manual_seed(topk + heads)
+    index_q = torch.randint(-1, 2, (sum(lengths), heads, 128)).bfloat16()
+    index_k = torch.randint(-1, 2, (sum(keys), 1, 128)).bfloat16()
+    bounds, key_bounds = (torch.tensor([0, *counts]).cumsum(0) for counts in (lengths, keys))
+    batch = Microbatch.from_cu_seqlens(bounds, (init, local), key_cu_seqlens=key_bounds)
+    plan = score.fmha_sm100_plan(batch.lengths, batch.key_lengths, heads, num_kv_heads=1, output_maxscore=True)[3]
+    assert isinstance(plan, score.ScorePlan)
+    want = select_blocks(index_q, index_k, batch, topk=topk)
+    work = select.share_segments(plan, torch.device("cpu"), ctas=2)
+    with poisoned_empty():
+        got = select.select_fused(
+            index_q, index_k, work, init=init, local=local, topk=topk, load=emulation.load
+        )  # fmt: skip
+    assert torch.equal(got, want), f"{int((got != want).any(2).sum())} of {want.shape[1]} queries differ"
+
+
 def run_ranking(emulation: Emulation, topk: int) -> None:
     """NaN, infinities, zeros of both signs and ties, ranked as the reference ranks them."""
     from msa_vendored.hopper.select_kernel import compile_select
@@ -180,6 +203,12 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = 
     "scores of all keys": (run_scores, ([70], [260], 4, 1, 2), {"causal": False}),
     "selection in one chunk": (run_selection, ([700, 5, 1], 4, 1, 1, 1 << 20), {}),
     "selection in three chunks": (run_selection, ([700, 5, 1], 4, 0, 0, 4 * 6 * 256), {}),
+    "selection in one kernel": (run_fused_selection, ([700, 5, 1], [700, 5, 1], 4, 4, 1, 1), {}),
+    "selection in one kernel with a prefix, three heads": (
+        run_fused_selection,
+        ([60, 130], [700, 200], 3, 4, 0, 0),
+        {},
+    ),
     "ranking of 16": (run_ranking, (16,), {}),
     "ranking of 32": (run_ranking, (32,), {}),
 }
@@ -187,10 +216,12 @@ SCHEDULES = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
 
 
 def main() -> int:
-    """Run every case under every schedule."""
+    """Run every case, or those whose names contain the argument, under every schedule."""
     cute_host.prepare("sm_90a")
     emulation = Emulation()
     for name, (run, arguments, options) in CASES.items():
+        if sys.argv[1:] and sys.argv[1] not in name:
+            continue
         for emulation.schedule in SCHEDULES:
             try:
                 run(emulation, *arguments, **options)

@@ -313,6 +313,8 @@ def test_selection_agrees_with_the_reference(lengths: list[int], topk: int) -> N
     positions = batch.document_positions
     got = select.select_in_chunks(index_q, index_k, chunks, positions, init=1, local=1, topk=topk)
     assert torch.equal(got, want)
+    work = select.share_segments(plan, CUDA, ctas=7)
+    assert torch.equal(select.select_fused(index_q, index_k, work, init=1, local=1, topk=topk), want)
 
 
 def test_scores_agree_with_the_reference() -> None:
