@@ -98,6 +98,26 @@ def run_too_few_rows(emulation: Emulation) -> None:
         csr.build_with_kernels(*operands, 1, 1, emulation.load)
 
 
+def run_unusable_selections(emulation: Emulation) -> None:
+    """The device-side assertion of the index fires for what the training API calls unusable, and for nothing else."""
+    from msa_vendored.hopper import csr
+    from msa_vendored.training.checks import usable_queries
+
+    bounds = torch.tensor([0, 300, 400], dtype=torch.int32)
+    for edit in ([0, 1, 2, -1], [2, 0, 1, -1], [0, 0, -1, -1], [3, -1, -1, -1], [0, -1, 1, -1], [-2, -1, -1, -1]):
+        ids = torch.tensor([0, -1, -1, -1], dtype=torch.int32).repeat(2, 400, 1)
+        ids[1, 290] = torch.tensor(edit, dtype=torch.int32)
+
+        def build(ids: Tensor = ids) -> Any:
+            return csr.build_with_kernels(ids, bounds, bounds, 4, 1, emulation.load, check_selection=True)
+
+        if bool(usable_queries(ids, bounds).all()):
+            build()
+            continue
+        with pytest.raises(RuntimeError, match="repeat a block"):
+            build()
+
+
 def score_both(
     emulation: Emulation,
     lengths: Sequence[int],
@@ -197,6 +217,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = 
     "index with a prefix and spare rows": (run_index, (ODD, PREFIX, 4, 2, 1, 3), {}),
     "index of one document": (run_index, ([641], [641], 4, 1, 2, 0), {}),
     "index with too few rows": (run_too_few_rows, (), {}),
+    "index of unusable selections": (run_unusable_selections, (), {}),
     "scores of odd lengths": (run_scores, (ODD, ODD, 4, 1, 3), {}),
     "scores with a prefix, six heads of two": (run_scores, ([130, 37], [300, 37], 6, 2, 2), {}),
     "scores with an offset that hides keys": (run_scores, ([140], [300], 1, 1, 1), {"qo_offset": -70}),

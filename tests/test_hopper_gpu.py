@@ -6,6 +6,8 @@ sums, so 3e-3 in relative L2 against float32; the LSE is float32 through ex2 and
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -364,3 +366,32 @@ def test_forward_repeats_bitwise_and_deterministic_algorithms_are_refused() -> N
             layer.run()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+FAULT = """
+import torch
+from msa_vendored.training import Microbatch, sparse_attention
+batch = Microbatch.from_cu_seqlens(torch.tensor([0, 300, 400]), device="cuda")
+q, k, v = (torch.randn(400, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2))
+ids = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device="cuda").repeat(2, 400, 1)
+ids[:, :300, 1] = 2
+sparse_attention(q, k, v, ids, batch)
+torch.cuda.synchronize()
+print("usable")
+ids[1, 290, 1] = 0
+sparse_attention(q, k, v, ids, batch, check_selection=False)
+torch.cuda.synchronize()
+print("trusted")
+sparse_attention(q, k, v, ids, batch)
+print("issued")
+torch.cuda.synchronize()
+print("not noticed")
+"""
+
+
+def test_an_unusable_selection_ends_the_run_at_the_next_synchronisation() -> None:
+    """Guards keys that are counted twice; a process of its own, since the device is lost with the assertion."""
+    result = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=300, check=False)
+    assert result.stdout == "usable\ntrusted\nissued\n", result.stderr[-2000:]
+    assert result.returncode != 0
+    assert "assert" in result.stderr
