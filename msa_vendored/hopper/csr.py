@@ -150,20 +150,22 @@ def build_with_kernels(
         return q2k_indices.new_empty(shape)
 
     row_ptr, q_indices, qsplit = new(heads, rows + 1), new(heads, total_q * topk), new(heads, total_q * topk)
-    split_counts, items, work_count = new(total_q, heads), new(capacity, ITEM_FIELDS), new(1)
-    documents, chunks = cu_seqlens_q.shape[0] - 1, -(-total_q // chunk)
-    sizes = (rows, documents, 2 * rows, heads * chunks * rows, heads * rows, 2)
-    row_of_block, first_block, row_block, counts, item_start, status = new(sum(sizes)).split(sizes)
+    split_counts, items, words = new(total_q, heads), new(capacity, ITEM_FIELDS), new(3)
+    work = new(count_work_words(heads, -(-total_q // chunk), rows, cu_seqlens_q.shape[0] - 1))
     load(compile_csr, arch=ARCH, chunk=chunk, topk=topk)(
-        q2k_indices, cu_seqlens_q, cu_seqlens_k, row_of_block, first_block, row_block.view(rows, 2),
-        counts.view(heads, chunks, rows), row_ptr, item_start, q_indices, qsplit, split_counts, items, work_count,
-        status, target,
+        q2k_indices, cu_seqlens_q, cu_seqlens_k, work, row_ptr, q_indices, qsplit, split_counts, items, words, target,
     )  # fmt: skip
-    torch._assert_async(status[0], "msa_vendored: total_rows is smaller than the number of key blocks")
+    work_count, enough, usable = words.split(1)
+    torch._assert_async(enough, "msa_vendored: total_rows is smaller than the number of key blocks")
     if check_selection:
-        torch._assert_async(status[1], UNUSABLE_SELECTION)
+        torch._assert_async(usable, UNUSABLE_SELECTION)
     schedule = SparseAttentionSchedule(True, items, work_count, qsplit, split_counts, target)
     return row_ptr, q_indices, schedule
+
+
+def count_work_words(heads: int, chunks: int, rows: int, documents: int) -> int:
+    """Int32 words of work space: three for each row, one for each document, and per head one for each row and chunk."""
+    return 3 * rows + documents + heads * rows * (1 + chunks)
 
 
 def chunk_queries(rows: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from msa_vendored.compiling import compile_options
 
@@ -49,45 +49,51 @@ class CsrKernels:
         selection: cute.Tensor,
         cu_q: cute.Tensor,
         cu_k: cute.Tensor,
-        row_of_block: cute.Tensor,
-        first_block: cute.Tensor,
-        row_block: cute.Tensor,
-        counts: cute.Tensor,
+        work: cute.Tensor,
         row_ptr: cute.Tensor,
-        item_start: cute.Tensor,
         q_indices: cute.Tensor,
         qsplit: cute.Tensor,
         split_counts: cute.Tensor,
         items: cute.Tensor,
-        work_count: cute.Tensor,
-        status: cute.Tensor,
+        words: cute.Tensor,
         target: Int32,
         stream: Any,
     ) -> None:
-        """Launch all six; H heads, T queries, R rows, D documents, C chunks. Everything is int32.
+        """Launch all six; H heads, T queries, R rows, D documents. Everything is int32.
+
+        Few arguments, since each tensor costs the host microseconds.
 
         Args:
             selection: ``[H, T, topk]``, strides of heads and queries multiples of 4.
             cu_q: ``[D + 1]``.
             cu_k: ``[D + 1]``.
-            row_of_block: ``[R]``, work space.
-            first_block: ``[D]``, work space.
-            row_block: ``[R, 2]``, work space: document and block of each row.
-            counts: ``[H, C, R]``, work space.
+            work: work space, :func:`msa_vendored.hopper.csr.count_work_words` words.
             row_ptr: ``[H, R + 1]``.
-            item_start: ``[H * R]``, work space.
             q_indices: ``[H, T * topk]``.
             qsplit: ``[H, T * topk]``.
             split_counts: ``[T, H]``.
             items: ``[capacity, 6]``.
-            work_count: ``[1]``.
-            status: ``[2]``: whether R suffices, else edges are missing; whether every selection is usable.
+            words: ``[3]``: number of items; whether R suffices, else edges are missing; whether every selection is
+                usable.
             target: most queries of an item.
             stream: CUDA stream.
         """
-        heads, tokens, rows = selection.shape[0], selection.shape[1], row_of_block.shape[0]
+        heads, tokens, rows = selection.shape[0], selection.shape[1], row_ptr.shape[1] - 1
         chunks = (tokens + self.chunk - 1) // self.chunk
+        documents = cu_k.shape[0] - 1
         bitmap_bytes = rows * self.words * 4
+        # Document and block of each row, number of each block, first block of each document, and per row and head.
+        row_block = cute.make_tensor(work.iterator, cute.make_layout((rows, 2), stride=(2, 1)))
+        row_of_block = cute.make_tensor(work.iterator + 2 * rows, cute.make_layout((rows,)))
+        first_block = cute.make_tensor(work.iterator + 3 * rows, cute.make_layout((documents,)))
+        per_head = work.iterator + 3 * rows + documents
+        item_start = cute.make_tensor(per_head, cute.make_layout((heads * rows,)))
+        counts = cute.make_tensor(
+            per_head + heads * rows,
+            cute.make_layout((heads, chunks, rows), stride=(Int64(chunks) * rows, Int64(rows), 1)),
+        )
+        work_count = cute.make_tensor(words.iterator, cute.make_layout(1))
+        status = cute.make_tensor(words.iterator + 1, cute.make_layout(2))
         operands = (selection, cu_q, cu_k, row_of_block, first_block)
         self.map_rows(cu_k, row_of_block, first_block, row_block, status).launch(
             grid=((rows + MAP_THREADS - 1) // MAP_THREADS, 1, 1), block=(MAP_THREADS, 1, 1), stream=stream
@@ -383,7 +389,7 @@ class CsrKernels:
 
 def compile_csr(*, arch: str, chunk: int, topk: int) -> Any:
     """Compile for one chunk of queries and selection width; call it with :meth:`CsrKernels.__call__`'s arguments."""
-    heads, tokens, rows, documents = (cute.sym_int() for _ in range(4))
+    heads, tokens = cute.sym_int(), cute.sym_int()
 
     def table(*shape: Any, align: int = 4, outer: Any = None) -> Any:
         strides = outer or tuple(cute.sym_int64() for _ in shape[1:])
@@ -395,18 +401,13 @@ def compile_csr(*, arch: str, chunk: int, topk: int) -> Any:
         table(heads, tokens, topk, align=16, outer=strides),
         table(cute.sym_int()),
         table(cute.sym_int()),
-        table(rows),
-        table(documents),
-        table(rows, 2, outer=(2,)),
-        table(heads, cute.sym_int(), rows),
-        table(heads, cute.sym_int()),
         table(cute.sym_int()),
+        table(heads, cute.sym_int()),
         table(heads, cute.sym_int()),
         table(heads, cute.sym_int()),
         table(tokens, heads),
         table(cute.sym_int(), ITEM_FIELDS, outer=(ITEM_FIELDS,)),
-        table(1),
-        table(2),
+        table(3),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
