@@ -26,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+import numpy.typing as npt
+
 from msa_vendored.backward.checks import ArgumentValueError
 
 KEYS_PER_BLOCK = 128
@@ -53,6 +56,8 @@ BAD_ROW = 16
 """Error bit: a row is not tiled once by its items, lies outside q_indices, or shares its key block; it is left out."""
 BAD_QUERY = 32
 """Error bit: queries of a row do not ascend, or lie outside its document; the row is left out."""
+
+Descriptor = Sequence[int] | npt.NDArray[np.int32]
 
 WALKS = ("even", "windows", "blocks")
 
@@ -212,7 +217,7 @@ def plan_walk(task_rows: int, grid: int, rows_per_chunk: int = DEFAULT_ROWS_PER_
     return tail_rows + 1, full_ctas, tail_rows, chunks
 
 
-def chunk_interval(chunk: int, descriptor: Sequence[int]) -> tuple[int, int]:
+def chunk_interval(chunk: int, descriptor: Descriptor) -> tuple[int, int]:
     """First task of a chunk and the one after its last."""
     rows_per_cta, full, tail = (int(descriptor[i]) for i in (ROWS_PER_CTA, FULL_CTAS, TAIL_ROWS))
     if rows_per_cta == 0:
@@ -223,7 +228,7 @@ def chunk_interval(chunk: int, descriptor: Sequence[int]) -> tuple[int, int]:
     return start, min(start + tail, int(descriptor[TASK_ROWS]))
 
 
-def cta_intervals(cta: int, grid: int, descriptor: Sequence[int]) -> Iterator[tuple[int, int]]:
+def cta_intervals(cta: int, grid: int, descriptor: Descriptor) -> Iterator[tuple[int, int]]:
     """Task intervals of a CTA of the main kernel, in the order in which it walks them."""
     for chunk in range(cta, int(descriptor[CHUNKS]), grid):
         yield chunk_interval(chunk, descriptor)
