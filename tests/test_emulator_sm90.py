@@ -36,6 +36,17 @@ DELETIONS: dict[str, tuple[str, int, str]] = {
 """Kind of the deleted instruction, which occurrence, and the finding that must come."""
 
 
+def run_example(arguments: list[str], folder: Path, requests: str = "") -> list[dict[str, Any]]:
+    """Run ``ptx_emulator.hopper_example`` in a process of its own; its lines of JSON."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "ptx_emulator.hopper_example", *arguments]
+    done = subprocess.run(
+        command, input=requests, capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every schedule, then every deletion, in one process that compiles once."""
@@ -43,19 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     requests += [
         {"schedule": "eager", "seed": 1, "tiles": 1, "delete": [kind, nth]} for kind, nth, _ in DELETIONS.values()
     ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.hopper_example"],
-        input="\n".join(map(json.dumps, requests)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=tmp_path_factory.mktemp("hopper"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_example([], tmp_path_factory.mktemp("hopper"), "\n".join(map(json.dumps, requests)))
 
 
 @pytest.mark.parametrize("schedule", range(len(SCHEDULES)), ids=lambda i: f"{SCHEDULES[i][0]}{SCHEDULES[i][1]}")
@@ -72,6 +71,16 @@ def test_deletion_is_found(results: list[dict[str, Any]], deletion: str) -> None
     """A broken order of a wgmma kernel that passes, because its results are right by luck."""
     place = len(SCHEDULES) + list(DELETIONS).index(deletion)
     assert DELETIONS[deletion][2] in results[place]["kinds"]
+
+
+def test_exported_function_runs(tmp_path: Path) -> None:
+    """A function from ``export_to_c`` and ``load_module``, as the on-disk cache has them; it needs its PTX given."""
+    results = run_example(["exported", str(tmp_path)], tmp_path)
+    assert len(results) == 2  # the object file and a shared library
+    for result in results:
+        assert result["findings"] == []
+        assert result["right"]
+        assert "holds no PTX" in result["refusal"]
 
 
 MULTIPLY = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"

@@ -133,7 +133,7 @@ def launch(
         error: into whose word the call's own is ORed in the end.
     """
     q, k, v, grad_out, lse, out = operands
-    plan = plan_call(sizes)
+    plan = plan_call(sizes, stages.walk.window)
     parts = plan.workspace.allocate(q.device)
     dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
     grid = grid_bound(plan.capacity, multiprocessors)
@@ -143,7 +143,7 @@ def launch(
     stages.build_tasks(
         schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
         parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
-        plan.window, grid, stages.rows_per_chunk(plan.capacity),
+        plan.window, grid, stages.walk.rows_per_chunk,
     )  # fmt: skip
     stages.main(
         MainArguments(

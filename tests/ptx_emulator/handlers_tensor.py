@@ -6,9 +6,9 @@ import re
 
 from ptx_emulator.lower import ALWAYS_FALSE, ALWAYS_TRUE, Lowering, LoweringError, Operand, opcode
 
-SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4)}
+SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4), "16x32bx2": (4, 1)}
 """tcgen05.ld/st shape to its number here and the registers of one repetition."""
-CP_SHAPES = ("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")
+CP_SHAPES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4")
 
 
 @opcode(r"tcgen05\.alloc\.cta_group::1\.sync\.aligned(\.shared::cta)?\.b32")
@@ -33,16 +33,16 @@ def load(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     base, offset = x.address(operands[1])
     results = [x.result(name, 4) for name in x.vector(operands[0])]
     _check_count(results, SHAPES[match["shape"]][1] * count)
-    x.emit("T5_LD", [base, *results], shape, count, immediate=offset)
+    x.emit("T5_LD", [base, *results], shape, count, _split(match, operands[2:]), offset)
 
 
 @opcode(r"tcgen05\.st\.sync\.aligned\.(?P<shape>\w+)\.x(?P<count>\d+)\.b32")
 def store(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     shape, count = _shape(match)
     base, offset = x.address(operands[0])
-    sources = [x.source(name, 4) for name in x.vector(operands[1])]
+    sources = [x.source(name, 4) for name in x.vector(operands[-1])]
     _check_count(sources, SHAPES[match["shape"]][1] * count)
-    x.emit("T5_ST", [base, *sources], shape, count, immediate=offset)
+    x.emit("T5_ST", [base, *sources], shape, count, _split(match, operands[1:-1]), offset)
 
 
 def _shape(match: re.Match[str]) -> tuple[int, int]:
@@ -50,6 +50,13 @@ def _shape(match: re.Match[str]) -> tuple[int, int]:
     if match["shape"] not in SHAPES or count not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise LoweringError(f"opcode or modifier not known: {match.group()}")
     return SHAPES[match["shape"]][0], count
+
+
+def _split(match: re.Match[str], rest: list[str]) -> int:
+    """Columns between the halves of 16x32bx2; the other shapes have no such operand."""
+    if len(rest) != int(match["shape"] == "16x32bx2"):
+        raise LoweringError("an offset between halves belongs to 16x32bx2, and to no other shape")
+    return int(rest[0], 0) if rest else 0
 
 
 def _check_count(registers: list[Operand], expected: int) -> None:
@@ -89,8 +96,7 @@ def _enable(x: Lowering, text: str) -> Operand:
 
 
 @opcode(
-    r"tcgen05\.cp\.cta_group::1\.(?P<shape>128x256b|128x128b|4x256b)",
-    r"tcgen05\.cp\.cta_group::1\.(?P<shape>32x128b)\.warpx4",
+    r"tcgen05\.cp\.cta_group::1\.(?P<shape>128x256b|128x128b|64x128b\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)",
 )
 def copy(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     target, offset = x.address(operands[0])

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,13 +77,40 @@ def run_on_card(result: Path) -> int:
     return 0
 
 
+def run_exported(compiled: Any, folder: Path) -> int:
+    """Export, load and emulate: the object file, and a library linked from it.
+
+    Prints for each whether the outputs are right, the findings, and what a call without PTX says.
+    """
+    import cutlass.cute as cute
+
+    from ptx_emulator import emulate
+    from ptx_emulator.build import find_compiler
+
+    files, name = (folder / "example.o", folder / "example.so"), "hopper_example"
+    compiled.export_to_c(str(files[0]), function_name=name)
+    subprocess.run([*find_compiler(), "-shared", "-o", str(files[1]), str(files[0])], check=True)
+    for file in files:
+        loaded = getattr(cute.runtime.load_module(str(file), enable_tvm_ffi=True), name)
+        problem = make_problem(2)
+        report = emulate(loaded, *problem.tensors(), ptx=compiled.__ptx__, names=NAMES)
+        right = all(torch.equal(got, want) for got, want in zip(problem.tensors()[3:], expect(problem), strict=True))
+        refusal = ""
+        try:
+            emulate(loaded, *problem.tensors())
+        except ValueError as error:
+            refusal = str(error)
+        print(json.dumps({"right": right, "findings": list(map(str, report.findings)), "refusal": refusal}))
+    return 0
+
+
 def main() -> int:
     """Run the requests on standard input, one JSON object each; results go out alike.
 
     A request has ``schedule``, ``seed`` and ``tiles``, and may have ``delete``: the kind of an instruction and which
     of its occurrences is deleted from the kernel. ``python -m ptx_emulator.hopper_example card`` runs a problem of two
     tiles on the current CUDA device instead and saves its PTX and outputs in the file that the next argument names;
-    with ``emulator`` in place of ``card``, in the emulator.
+    with ``emulator`` in place of ``card``, in the emulator; ``exported`` does so after an export into that folder.
     """
     if sys.argv[1:2] == ["card"]:
         return run_on_card(Path(sys.argv[2]))
@@ -92,6 +121,8 @@ def main() -> int:
     from ptx_emulator.hopper_kernel import compile_example
 
     function = cute_host.CompiledFunction(compile_example())
+    if sys.argv[1:2] == ["exported"]:
+        return run_exported(function.function, Path(sys.argv[2]))
     if sys.argv[1:2] == ["emulator"]:
         problem = make_problem(2)
         emulate(function, *problem.tensors(), names=NAMES).require_clean()

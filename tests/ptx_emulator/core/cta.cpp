@@ -182,11 +182,11 @@ std::string Cta::describe_waits() {
 
 void Launch::run() {
   const u32 total = config.grid[0] * config.grid[1] * config.grid[2];
-  const u32 step = std::max(1u, config.cta_step);
-  u32 next = config.first_cta;
+  u32 next = first_cta;
   std::vector<Cta*> active;
   u64 turn = 0, rng = 0x2545F4914F6CDD1Dull + config.seed;
   while (next < total || !active.empty()) {
+    if (together && together->stopped) return;
     while (next < total && active.size() < std::max(1u, config.resident_ctas)) {
       Cta* fresh = nullptr;
       for (auto& cta : resident)
@@ -197,7 +197,7 @@ void Launch::run() {
       }
       current = fresh;
       fresh->start(next);
-      next += step;
+      next += cta_step;
       active.push_back(fresh);
     }
     if (config.schedule == RANDOM) rng ^= rng << 13, rng ^= rng >> 7, rng ^= rng << 17;

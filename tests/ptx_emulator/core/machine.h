@@ -1,8 +1,10 @@
 // The state of one launch: global memory, the CTAs that are resident, their warps, barriers and asynchronous work.
 #pragma once
 #include <array>
+#include <atomic>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include "clocks.h"
 #include "numeric.h"
@@ -27,7 +29,8 @@ enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
 struct Group { s32 pc; u32 mask; bool parked; u64 yielded_at; };
 
 // One tcgen05.ld whose registers are not known to be complete.
-struct TmemLoad { u32 id, quarter, column, columns; };
+struct TmemLoad { u32 id, quarter; std::vector<u32> columns; };
+struct TmemStore { u32 quarter; std::vector<u32> columns; };
 
 struct Warp {
   u32 id = 0;
@@ -54,7 +57,7 @@ struct Warp {
   std::vector<PendingBulk> pending_bulk;
   std::vector<TmemLoad> loads;                  // not waited for
   std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
-  std::vector<std::array<u32, 3>> stores;       // quarter, column, columns: tcgen05.st not waited for
+  std::vector<TmemStore> stores;                // not waited for
   u32 next_load = 0;
   // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
   u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
@@ -78,6 +81,7 @@ struct Mbarrier {
 
 struct NamedBarrier {
   u32 arrived = 0, needed = 0, reduced = 0;
+  bool whole = false;  // for all threads of the CTA: those that have ended are not waited for
   s32 pc = -1;
   std::vector<u32> waiting;
   View view;
@@ -97,6 +101,7 @@ struct AsyncOp {
   u32 d = 0, a_tmem = 0, descriptor = 0, shape = 0;  // `descriptor` is the instruction descriptor of an MMA
   u64 a = 0, b = 0;
   bool accumulate = false, from_tmem = false, tf32 = false;
+  bool gather = false;  // tile::gather4 and tile::scatter4: coordinates are a column and four rows
   View view;  // of the issuing warp, at issue
   u32 agent = 0, clock = 0;
 };
@@ -190,7 +195,7 @@ class Cta {
   void load(Warp& w, const Instr& i, const s32* o, u32 m);
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
-  u8* atomic_place(Warp& w, u64 address, u32 bytes, u32 space);
+  u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
   bool is_shared_window(u64 address) const;
 
   // barriers.cpp
@@ -202,6 +207,7 @@ class Cta {
   bool wait_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m);
   bool run_named(Warp& w, const Instr& i, const s32* o, u32 m);
   void release_named(NamedBarrier& barrier);
+  void leave_barriers();
   bool set_registers(Warp& w, const Instr& i);
   void fence(Warp& w, const Instr& i);
   void check_leftovers();
@@ -270,6 +276,13 @@ class Cta {
   u64 uniform64(Warp& w, s32 slot, const char* what);
 };
 
+// What the workers of a launch share besides global memory. Reductions and atomics take the lock.
+struct Together {
+  std::mutex lock;
+  std::atomic<bool> stopped{false};
+};
+
+// The CTAs first, first + step, ... of a launch, run by one worker.
 struct Launch {
   const Program& program;
   LaunchConfig config;
@@ -281,10 +294,21 @@ struct Launch {
   std::vector<std::unique_ptr<Cta>> resident;
   Cta* current = nullptr;
 
-  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f)
-      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0) {}
+  u32 first_cta, cta_step;
+  Together* together;  // null if there is one worker
+
+  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f, u32 first, u32 step, Together* t)
+      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0), first_cta(first),
+        cta_step(step), together(t) {}
   void run();
+  std::unique_lock<std::mutex> exclusive() {
+    return together ? std::unique_lock<std::mutex>(together->lock) : std::unique_lock<std::mutex>();
+  }
 };
+
+// workers.cpp: runs a launch by config.workers threads; returns whether it ended without a fault.
+bool run_workers(const Program& program, const LaunchConfig& config, std::vector<Region>& regions, Findings& findings,
+                 LaunchStats& stats, std::vector<u64>& profile);
 
 inline bool Cta::checks(u32 which) const { return launch.config.checks & which; }
 inline u32 first_lane(u32 mask) { return (u32)__builtin_ctz(mask); }
