@@ -25,7 +25,6 @@ from msa_vendored.hopper import csr, score, select
 from msa_vendored.reference import BackwardSchedule
 from msa_vendored.training import (
     Microbatch,
-    NotDeterministicError,
     ops,
     resolve_backend,
     select_blocks,
