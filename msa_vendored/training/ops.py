@@ -183,6 +183,7 @@ def launch_backward(
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
         v_aligned = v.new_zeros((workspace_size, *v.shape[1:])).index_copy_(0, workspace_positions, v)
+        deterministic = {"deterministic": torch.are_deterministic_algorithms_enabled()} if name == "sm90" else {}
         dq, dk_aligned, dv_aligned = bundle.run_backward(
             q=q,
             k_aligned=k_aligned,
@@ -192,6 +193,7 @@ def launch_backward(
             out=out,
             schedule=schedule,
             softmax_scale=softmax_scale,
+            **deterministic,
         )
         dk = dk_aligned.index_select(0, workspace_positions)
         dv = dv_aligned.index_select(0, workspace_positions)
