@@ -11,8 +11,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ class Case:
         selection: ``random`` (own block and random ones before it), ``hot`` (block 0 and nothing else beyond the own
             block), ``sparse`` (any number of blocks, also later ones and none at all).
         grad_scale: standard deviation of dO.
-        accumulation: of dQ.
+        accumulation: of dQ: ``bf16``, ``fp32``, or ``fixed`` for the deterministic variant.
         ctas: of the grid.
         chunk: tasks of a chunk of the walk at most.
         poison: fill of padding rows of K and V.
@@ -95,6 +97,8 @@ class Result:
     segments: int
     instructions: int
     seconds: float
+    digest: str
+    """SHA-256 of the accumulators."""
     findings: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
 
@@ -214,15 +218,21 @@ def compile_kernel(ratio: int, accumulation: str) -> Any:
     from msa_vendored.backward.main_sm100 import compile_main
 
     arch = os.environ["CUTE_DSL_ARCH"]  # set by prepare()
-    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, dq_accumulation=accumulation))
+    kind = {"deterministic": True} if accumulation == "fixed" else {"dq_accumulation": accumulation}
+    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, **kind))
 
 
-def read_accumulators(case: Case, pool: torch.Tensor, dkv: torch.Tensor) -> list[torch.Tensor]:
+def read_accumulators(case: Case, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """dq, dk, dv from the layouts that ``sm100_layout`` documents, rounded to bf16 as the results are, in float64."""
+    from msa_vendored.backward.fixed_point import convert_sums
     from msa_vendored.backward.sm100_layout import head_group
 
-    group = head_group(case.ratio, pool.element_size())
+    pool, dkv = out[:2]
     heads = case.key_heads * case.ratio
+    if case.accumulation == "fixed":
+        dq, pair = convert_sums(pool, dkv.view(2, -1, case.key_heads, DIM, BLOCK), out[2], out[3])
+        return [dq.double(), *pair.double()]
+    group = head_group(case.ratio, pool.element_size())
     dq = pool.double().view(-1, heads // group, DIM, group).transpose(2, 3).reshape(-1, heads, DIM)
     blocks = dkv.double().view(2, -1, case.key_heads, DIM // 4, BLOCK, 4)
     dk, dv = blocks.permute(0, 1, 4, 2, 3, 5).reshape(2, -1, case.key_heads, DIM)
@@ -244,15 +254,37 @@ def reached_rows(problem: Problem, name: str) -> torch.Tensor:
     return reached
 
 
-def launch(case: Case, problem: Problem, options: Options, report: Report) -> tuple[torch.Tensor, torch.Tensor]:
+def make_outputs(case: Case, p: Problem) -> list[torch.Tensor]:
+    """Cleared accumulators; for the deterministic variant also the factors."""
+    if case.accumulation != "fixed":
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.accumulation]
+        return [torch.zeros(p.q.numel(), dtype=dtype), torch.zeros(2 * p.k.numel())]
+    from msa_vendored.backward.fixed_point import choose_factors
+
+    factors = choose_factors(p.q, p.k, p.v, p.grad_out, p.delta, live_rows(p), DIM**-0.5)
+    sums = [torch.zeros(p.q.numel(), dtype=torch.int32), torch.zeros(2 * p.k.numel(), dtype=torch.int64)]
+    return [*sums, *factors]
+
+
+def live_rows(p: Problem) -> torch.Tensor:
+    """Bool ``[W]``: the rows of k and v that belong to a document."""
+    live = torch.zeros(p.k.shape[0], dtype=torch.bool)
+    for start, length in zip(p.workspace_starts.tolist(), p.cu_seqlens.diff().tolist(), strict=True):
+        live[start : start + length] = True
+    return live
+
+
+def make_arguments(case: Case, p: Problem) -> list[Any]:
+    """Arguments of the compiled function; the outputs are the 13th and those after it."""
+    operands = (p.q, p.grad_out, p.k, p.v, p.lse, p.delta, p.meta, p.query_rows, p.query_positions, p.descriptor)
+    return [*operands, p.cu_seqlens, p.workspace_starts, *make_outputs(case, p), DIM**-0.5, case.ctas]
+
+
+def launch(case: Case, problem: Problem, options: Options, report: Report) -> list[torch.Tensor]:
     """The accumulators after one launch."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.accumulation]
-    p = problem
-    pool, dkv = torch.zeros(p.q.numel(), dtype=dtype), torch.zeros(2 * p.k.numel())
-    arguments = (p.q, p.grad_out, p.k, p.v, p.lse, p.delta, p.meta, p.query_rows, p.query_positions, p.descriptor)
-    arguments += (p.cu_seqlens, p.workspace_starts, pool, dkv, DIM**-0.5, case.ctas)
+    arguments = make_arguments(case, problem)
     compile_kernel(case.ratio, case.accumulation).run(arguments, options, report)
-    return pool, dkv
+    return arguments[12:-2]
 
 
 def count_segments(problem: Problem, ctas: int) -> int:
@@ -273,9 +305,9 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
     """One run of the kernel."""
     p, report, started = problem, Report(), time.perf_counter()
     options = Options(schedule, seed, Options().checks if checked else frozenset())
-    pool, dkv = launch(case, problem, options, report)
+    out = launch(case, problem, options, report)
     seconds = time.perf_counter() - started
-    got = read_accumulators(case, pool, dkv)
+    got = read_accumulators(case, out)
     errors, largest, stray = {}, {}, 0
     for name, a, b in zip(("dq", "dk", "dv"), got, p.expected, strict=True):
         errors[name] = float((a - b).norm() / b.norm().clamp(min=1e-300))
@@ -283,8 +315,11 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
         stray += int((a[~reached_rows(p, name)] != 0).sum())
     nans = sum(int(a.isnan().sum()) for a in got)
     counts = (p.meta.shape[0], count_segments(p, case.ctas), report.instructions)
+    digest = sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in out[:2])).hexdigest()
     findings = [str(finding) for finding in report.findings]
-    return Result(schedule, seed, errors, largest, nans, stray, *counts, seconds, findings, sorted(report.kinds))
+    return Result(
+        schedule, seed, errors, largest, nans, stray, *counts, seconds, digest, findings, sorted(report.kinds)
+    )
 
 
 MUTATED = Case((133, 3), topk=2, ctas=1, chunk=64, bad_lse=((130, 1, -math.inf),))
@@ -301,14 +336,9 @@ def subject() -> Any:
     case, p = MUTATED, make_problem(MUTATED)
     reached = {name: reached_rows(p, name) for name in ("dq", "dk", "dv")}
 
-    def make_arguments() -> list[Any]:
-        operands = (p.q, p.grad_out, p.k, p.v, p.lse, p.delta, p.meta, p.query_rows, p.query_positions, p.descriptor)
-        pool, dkv = torch.zeros(p.q.numel(), dtype=torch.bfloat16), torch.zeros(2 * p.k.numel())
-        return [*operands, p.cu_seqlens, p.workspace_starts, pool, dkv, DIM**-0.5, case.ctas]
-
     def find_wrong(arguments: Any) -> set[str]:
         wrong = set()
-        got = read_accumulators(case, *arguments[12:14])
+        got = read_accumulators(case, arguments[12:-2])
         for (name, rows), a, b in zip(reached.items(), got, p.expected, strict=True):
             error = float((a - b).norm() / b.norm())
             if not error <= MUTATED_TOLERANCE or bool((a[~rows] != 0).any()):
@@ -316,7 +346,7 @@ def subject() -> Any:
         return wrong
 
     words = f"documents {case.lengths}, top-{case.topk}, 1 key head, ratio {case.ratio}, {p.meta.shape[0]} tiles, 1 CTA"
-    return subject_of_function(compile_main(), "MainKernel", make_arguments, find_wrong, words)
+    return subject_of_function(compile_main(), "MainKernel", lambda: make_arguments(case, p), find_wrong, words)
 
 
 def main() -> int:
