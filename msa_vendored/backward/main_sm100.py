@@ -54,6 +54,7 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         ctas: Int32,
         stream: Any,
     ) -> None:
+        """Launch; see :func:`compile_main`."""
         tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
         operands = (q, grad_out, k, v, lse, delta)
         self._launch(operands, tables, (dq_pool, dkv, None, None), softmax_scale, ctas, stream)
@@ -120,6 +121,7 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         key_heads: Int32,
         softmax_scale: Float32,
     ) -> None:
+        """Fills the context; CTAs beyond the last chunk do nothing more."""
         c = Context()
         c.descriptor, c.task_meta = _address(descriptor), _address(task_meta)
         c.task_qrows, c.task_qpos = _address(task_qrows), _address(task_qpos)
@@ -192,6 +194,7 @@ class DeterministicKernel(FixedPointReduceRole, MainKernel):
         ctas: Int32,
         stream: Any,
     ) -> None:
+        """Launch; see :func:`compile_main`."""
         tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
         operands = (q, grad_out, k, v, lse, delta)
         self._launch(operands, tables, (dq_pool, dkv, dq_factor, dkv_factor), softmax_scale, ctas, stream)
@@ -232,6 +235,7 @@ def compile_main(
     ]
     tables = [_fake(Int32, tasks, 4), _fake(Int32, tasks, slots), _fake(Int32, tasks, slots), _fake(Int32, 8)]
     lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
+    kernel: MainKernel
     if deterministic:
         kernel, pools = DeterministicKernel(ratio, Int32), (Int32, Int64)
         factors = [_fake(*statistic), _fake(Float32, 2)]

@@ -15,10 +15,14 @@ from msa_vendored.backward.sm100_walk import Context, Walker
 
 
 class MultiplyRole(Walker):
-    """The mma warp."""
+    """The mma warp: one elected lane issues, all wait."""
 
     @cute.jit
     def multiply(self, c: Context) -> None:
+        """The products of the CTA's tiles: dV(i), dP(i), S(i+1), dK(i), dQ(i); S of a new segment comes last.
+
+        In the first tile of a segment dP precedes dV, which must wait until the dV before it has been read.
+        """
         self.enter(c)
         first, _ = self.interval(c, c.chunk)
         document, head, block, _ = self.meta(c, first)
@@ -111,7 +115,7 @@ class MultiplyRole(Walker):
 
     @cute.jit
     def _multiply_dv(self, c: Context, stage: Any, phase: Any, accumulate: Any) -> None:
-        """dV += P^T dO, half of the query rows at a time."""
+        """Adds P^T dO to dV, half of the query rows at a time."""
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.P_READY, half), phase)
             ptx.fence_after_wait()
@@ -121,7 +125,7 @@ class MultiplyRole(Walker):
 
     @cute.jit
     def _multiply_dk_dq(self, c: Context, stage: Any, phase: Any, accumulate: Any, last: Any) -> None:
-        """dK += dS^T Q, half of the query rows at a time, then dQ^T = K^T dS^T."""
+        """Adds dS^T Q to dK, half of the query rows at a time, then computes dQ^T = K^T dS^T."""
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.DS_READY, half), phase)
             ptx.fence_after_wait()

@@ -78,7 +78,7 @@ class ProducerRoles(Walker):
 
     @cute.jit
     def gather(self, c: Context) -> None:
-        """dO and Q of each tile by cp.async, two rows an instruction."""
+        """Copies dO and Q of each tile by cp.async, two rows an instruction."""
         self.enter(c)
         tile = Int32(0)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):

@@ -59,14 +59,17 @@ def unpack(pair: Any) -> tuple[Any, Any]:
 
 
 def fma_pair(a: Any, b: Any, c: Any) -> Any:
+    """Computes a * b + c of pairs, rounded once."""
     return _assemble("fma.rn.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)[0]
 
 
 def mul_pair(a: Any, b: Any) -> Any:
+    """Computes a * b of pairs."""
     return _assemble("mul.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
 def add_pair(a: Any, b: Any) -> Any:
+    """Computes a + b of pairs."""
     return _assemble("add.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
@@ -117,6 +120,7 @@ def load_global_ints(address: Any, count: int) -> list[Any]:
 
 
 def load_global_floats(address: Any, count: int) -> list[Any]:
+    """``count`` fp32 (1, 2 or 4) that nothing writes during the launch."""
     if count == 1:
         return _assemble("ld.global.nc.f32 $0, [$1];", [Float32], [address])
     text = f"ld.global.nc.v{count}.f32 {_list(0, count)}, [${count}];"
@@ -129,6 +133,7 @@ def load_shared_pairs(address: Any, offset: int) -> list[Any]:
 
 
 def load_shared_ints(address: Any, offset: int, count: int) -> list[Any]:
+    """``count`` int32 (1, 2 or 4)."""
     if count == 1:
         return _assemble(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
     return _assemble(f"ld.shared.v{count}.b32 {_list(0, count)}, [${count}+{offset}];", [Int32] * count, [address])
@@ -268,6 +273,7 @@ def store_tensor(address: Any, words: Sequence[Any], offset: int = 0) -> None:
 
 
 def wait_tensor_stores() -> None:
+    """Until this warp's :func:`store_tensor` have written."""
     _assemble("tcgen05.wait::st.sync.aligned;", [], [])
 
 
@@ -292,6 +298,7 @@ def allocate_tensor_memory(address: Any, columns: int) -> None:
 
 
 def free_tensor_memory(address: Any, columns: int) -> None:
+    """Gives back what :func:`allocate_tensor_memory` took."""
     _assemble(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [address])
 
 
@@ -302,14 +309,17 @@ def wait_barrier(address: Any, parity: Any) -> None:
 
 
 def arrive(address: Any) -> None:
+    """One arrival at an mbarrier; what this thread did before is seen by those who waited."""
     _assemble("mbarrier.arrive.shared::cta.b64 _, [$0];", [], [address])
 
 
 def arrive_expecting(address: Any, size_bytes: int) -> None:
+    """One arrival; the phase also waits for so many bytes of copies."""
     _assemble(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size_bytes};", [], [address])
 
 
 def initialise_barrier(address: Any, arrivals: int) -> None:
+    """Makes an mbarrier; to be published by a fence and a barrier of the CTA."""
     _assemble(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", [], [address])
 
 

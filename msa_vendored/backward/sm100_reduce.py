@@ -21,7 +21,7 @@ class ReduceRole(Walker):
 
     @cute.jit
     def reduce(self, c: Context) -> None:
-        """dQ of each tile, dK and dV of each segment. A thread owns a head dim, then a key."""
+        """Adds dQ of each tile, dK and dV of each segment. A thread owns a head dim, then a key."""
         self.enter(c)
         lane_in_tile = (c.warp % 4) * 32 + c.lane
         lanes = c.tmem + ((c.warp % 4) << 21)
@@ -48,7 +48,7 @@ class ReduceRole(Walker):
         self.arrive_once(self.barrier(c, which))
 
     def _reduce_dq(self, c: Context, lanes: Any, dim: Any, task: Any, head: Any, tokens: list[Any]) -> None:
-        """Column n of dQ^T is row n of the tile: heads of one token side by side, ``group`` of them in one reduction."""
+        """Column n of dQ^T is row n of the tile: a token's heads are side by side, ``group`` in a reduction."""
         values = []
         for half in range(2):
             part = ptx.load_tensor(lanes + (Column.DP + 64 * half), 64)
