@@ -116,7 +116,7 @@ def test_integer_sums_do_not_depend_on_the_order_of_ctas(results: dict[str, list
     assert len({run["digest"] for run in results[name]}) == 1
 
 
-@pytest.mark.parametrize("grad_scale", [1e-30, 1e-6, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("grad_scale", [1e-20, 1e-6, 1.0, 1e4, 1e30])
 def test_no_sum_overflows_its_integer_and_none_is_coarse(grad_scale: float) -> None:
     """A bound that is too small wraps around; one that is too large, or not by row, rounds gradients away.
 

@@ -44,9 +44,10 @@ def choose_factors(
         Temporaries of the size of ``k`` and ``v``; no host synchronisation.
     """
     live = key_live[:, None, None]
+    # In float64, as squares of what fits into bf16 need not fit into fp32.
     key_bound = torch.where(live, k, 0).abs().amax().float()
-    value_norm = torch.linalg.vector_norm(torch.where(live, v, 0), dim=2, dtype=torch.float32).amax()
-    grad_norm = torch.linalg.vector_norm(grad_out, dim=2, dtype=torch.float32)
+    value_norm = torch.linalg.vector_norm(torch.where(live, v, 0), dim=2, dtype=torch.float64).amax()
+    grad_norm = torch.linalg.vector_norm(grad_out, dim=2, dtype=torch.float64)
     slope = grad_norm * value_norm + delta.abs()
     finite_slope = torch.where(slope.isfinite(), slope, 0)
     dq_bound = slope * (abs(softmax_scale) * key_bound)
@@ -60,7 +61,8 @@ def _power_below(bound: torch.Tensor, bits: int) -> torch.Tensor:
     """The largest power of two (a normal fp32) whose product with ``bound`` stays below 2**bits; 1 if not finite."""
     exponent = torch.frexp(bound).exponent
     usable = bound.isfinite() & (bound > 0)
-    return torch.ldexp(torch.ones_like(bound), torch.where(usable, bits - exponent, 0).clamp(-126, 126))
+    power = torch.where(usable, bits - exponent, 0).clamp(-126, 126)
+    return torch.ldexp(torch.ones_like(bound, dtype=torch.float32), power)
 
 
 def convert_sums(
