@@ -59,14 +59,17 @@ def unpack(pair: Any) -> tuple[Any, Any]:
 
 
 def fma_pair(a: Any, b: Any, c: Any) -> Any:
+    """Computes a * b + c of pairs, rounded once."""
     return _assemble("fma.rn.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)[0]
 
 
 def mul_pair(a: Any, b: Any) -> Any:
+    """Computes a * b of pairs."""
     return _assemble("mul.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
 def add_pair(a: Any, b: Any) -> Any:
+    """Computes a + b of pairs."""
     return _assemble("add.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
@@ -78,6 +81,16 @@ def exp2(x: Any) -> Any:
 def to_bf16x2(low: Any, high: Any) -> Any:
     """Both rounded to nearest even, ``low`` in the lower half."""
     return _assemble("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
+
+
+def to_int32(value: Any) -> Any:
+    """Rounded to the nearest, ties to even; saturates."""
+    return _assemble("cvt.rni.s32.f32 $0, $1;", [Int32], [value], pure=True)[0]
+
+
+def to_int64(value: Any) -> Any:
+    """Rounded to the nearest, ties to even; saturates."""
+    return _assemble("cvt.rni.s64.f32 $0, $1;", [Int64], [value], pure=True)[0]
 
 
 def bits(value: Any) -> Any:
@@ -107,6 +120,7 @@ def load_global_ints(address: Any, count: int) -> list[Any]:
 
 
 def load_global_floats(address: Any, count: int) -> list[Any]:
+    """``count`` fp32 (1, 2 or 4) that nothing writes during the launch."""
     if count == 1:
         return _assemble("ld.global.nc.f32 $0, [$1];", [Float32], [address])
     text = f"ld.global.nc.v{count}.f32 {_list(0, count)}, [${count}];"
@@ -119,6 +133,7 @@ def load_shared_pairs(address: Any, offset: int) -> list[Any]:
 
 
 def load_shared_ints(address: Any, offset: int, count: int) -> list[Any]:
+    """``count`` int32 (1, 2 or 4)."""
     if count == 1:
         return _assemble(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
     return _assemble(f"ld.shared.v{count}.b32 {_list(0, count)}, [${count}+{offset}];", [Int32] * count, [address])
@@ -144,6 +159,16 @@ def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0, where: 
     _reduce(".noftz", "bf16x2", address, words, offset, where)
 
 
+def add_global_int32(address: Any, value: Any, offset: int = 0, where: Any = None) -> None:
+    """Reduction of an int32; only if ``where`` is not negative."""
+    _reduce("", "s32", address, [value], offset, where)
+
+
+def add_global_int64(address: Any, value: Any, offset: int = 0) -> None:
+    """Reduction of an int64."""
+    _reduce("", "u64", address, [value], offset, None)
+
+
 def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offset: int, where: Any) -> None:
     count = len(values)
     vector, listed = (f".v{count}", _list(1, count)) if count > 1 else ("", "$1")
@@ -155,13 +180,10 @@ def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offse
     _assemble(text, [], [address, *values, where])
 
 
-def copy_async(target: Any, source: Any, where: Any) -> None:
-    """16 bytes from global to shared memory, or zeros if ``where`` is negative."""
-    text = (
-        "{\n\t.reg .pred p;\n\t.reg .b32 n;\n\tsetp.ge.s32 p, $2, 0;\n\tselp.b32 n, 16, 0, p;\n\t"
-        "cp.async.cg.shared.global [$0], [$1], 16, n;\n\t}"
-    )
-    _assemble(text, [], [target, source, where])
+def copy_async(target: Any, target_offset: int, source: Any, source_offset: int, size_bytes: Any) -> None:
+    """16 bytes from global to shared memory, of which the first ``size_bytes`` are read and the rest are zeros."""
+    text = f"cp.async.cg.shared.global [$0+{target_offset}], [$1+{source_offset}], 16, $2;"
+    _assemble(text, [], [target, source, size_bytes])
 
 
 def wait_async_copies() -> None:
@@ -195,6 +217,12 @@ def copy_tensor(target: Any, tensor_map: Any, coordinates: Sequence[Any], barrie
         "[$0], [$1, {$2,$3,$4,$5,$6}], [$7];"
     )
     _assemble(text, [], [target, tensor_map, *(Int32(c) for c in coordinates), barrier])
+
+
+def prefetch_tensor(tensor_map: Any, coordinates: Sequence[Any]) -> None:
+    """One box of a rank-5 map to L2."""
+    text = "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [$0, {$1,$2,$3,$4,$5}];"
+    _assemble(text, [], [tensor_map, *(Int32(c) for c in coordinates)])
 
 
 # -- tcgen05 ------------------------------------------------------------------------------------------------------
@@ -242,6 +270,7 @@ def store_tensor(address: Any, words: Sequence[Any], offset: int = 0) -> None:
 
 
 def wait_tensor_stores() -> None:
+    """Until this warp's :func:`store_tensor` have written."""
     _assemble("tcgen05.wait::st.sync.aligned;", [], [])
 
 
@@ -266,6 +295,7 @@ def allocate_tensor_memory(address: Any, columns: int) -> None:
 
 
 def free_tensor_memory(address: Any, columns: int) -> None:
+    """Gives back what :func:`allocate_tensor_memory` took."""
     _assemble(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [address])
 
 
@@ -276,14 +306,17 @@ def wait_barrier(address: Any, parity: Any) -> None:
 
 
 def arrive(address: Any) -> None:
+    """One arrival at an mbarrier; what this thread did before is seen by those who waited."""
     _assemble("mbarrier.arrive.shared::cta.b64 _, [$0];", [], [address])
 
 
 def arrive_expecting(address: Any, size_bytes: int) -> None:
+    """One arrival; the phase also waits for so many bytes of copies."""
     _assemble(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size_bytes};", [], [address])
 
 
 def initialise_barrier(address: Any, arrivals: int) -> None:
+    """Makes an mbarrier; to be published by a fence and a barrier of the CTA."""
     _assemble(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", [], [address])
 
 
