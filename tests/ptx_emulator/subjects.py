@@ -7,8 +7,8 @@ process (``cute_host.prepare(arch)``: one process compiles for one architecture)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -47,6 +47,7 @@ class Subject:
         run: runs the case on fresh outputs; faults are in the report, never raised.
         ptx: the module that the kernel is in, for tools that read the text.
         tiny: a smaller case of the same kernel for the static verifier; None if this one is small.
+        verifier: settings for it (:mod:`ptx_emulator.sentry_input`), such as assumptions.
     """
 
     case: str
@@ -55,6 +56,7 @@ class Subject:
     run: Callable[[Options], Outcome]
     ptx: str = ""
     tiny: Callable[[Options], Outcome] | None = None
+    verifier: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kernel(self) -> Kernel:
@@ -83,6 +85,7 @@ def subject_of_function(
     find_wrong: Callable[[Sequence[Any]], set[str]],
     case: str,
     suppress: tuple[Suppression, ...] = (),
+    **settings: Any,
 ) -> Subject:
     """A subject of a function that ``cute.compile`` made.
 
@@ -93,6 +96,7 @@ def subject_of_function(
         find_wrong: names of the results that are wrong after a run, given the arguments.
         case: in words.
         suppress: findings that are expected in the whole kernel.
+        settings: other fields of :class:`Subject`.
     """
     from ptx_emulator.cute_host import CompiledFunction
 
@@ -108,7 +112,7 @@ def subject_of_function(
             return Outcome(report)
         return Outcome(report, frozenset(find_wrong(arguments)))
 
-    return Subject(case, function.kernels, entry, run, compiled.__ptx__)
+    return Subject(case, function.kernels, entry, run, compiled.__ptx__, **settings)
 
 
 def change_kernel(kernel: Kernel, change: Callable[[Program], None]) -> Kernel:
@@ -134,7 +138,7 @@ class Launch:
     values: tuple[bytes, ...]
     tensors: tuple[NamedTensor, ...]
     integers: dict[str, list[int]]
-    """Contents, at the time of the launch, of the int32 tensors that are small: they may decide branches."""
+    """Contents of the small int32 tensors that the launch left as they were: they may decide branches."""
 
 
 class Recorder(Kernel):
@@ -142,6 +146,7 @@ class Recorder(Kernel):
 
     def __init__(self, kernel: Kernel) -> None:
         vars(self).update(vars(kernel))
+        self.whole = kernel
         self.launches: list[Launch] = []
         self.counts = [0] * len(kernel.program.instructions)
 
@@ -156,12 +161,17 @@ class Recorder(Kernel):
         report: Report,
     ) -> None:
         """Note and run one launch; as :meth:`Kernel.run`."""
-        small = [t for t in tensors if t.tensor.dtype == torch.int32 and t.tensor.numel() <= SMALL_ELEMENTS]
-        integers = {t.name: t.tensor.flatten().tolist() for t in small if t.tensor.is_contiguous()}
-        sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
-        self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), integers))
+        before = _read_integers(tensors)
         super().run(grid, block, dynamic_shared_bytes, values, tensors, options, report)
+        kept = {name: numbers for name, numbers in _read_integers(tensors).items() if before[name] == numbers}
+        sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
+        self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), kept))
         self.counts = [a + b for a, b in zip(self.counts, self.interpreter.profile(), strict=True)]
+
+
+def _read_integers(tensors: Sequence[NamedTensor]) -> dict[str, list[int]]:
+    small = [t for t in tensors if t.tensor.dtype == torch.int32 and t.tensor.numel() <= SMALL_ELEMENTS]
+    return {t.name: t.tensor.flatten().tolist() for t in small if t.tensor.is_contiguous()}
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
