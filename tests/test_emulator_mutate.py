@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ptx_emulator import mutate, redundancy, sentry
-from ptx_emulator.controls import CONTROLS, find_blindness, is_noticed
+from ptx_emulator.controls import CONTROLS, Control, find_blindness, is_noticed
 from ptx_emulator.gemm import BODY, TMEM_AT, subject
 from ptx_emulator.mutation import CAUGHT, NAMES, NotCleanError, Schedule, Session, Site, Trial, Verdict
 
@@ -80,10 +80,9 @@ def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: f"{c.kind}, {c.facet}")
-def test_controls_are_noticed_but_for_lanes(control: object) -> None:
+def test_controls_are_noticed_but_for_lanes(control: Control) -> None:
     """A control that the emulator no longer notices: survivors of its kind would turn from redundant to missed."""
-    expected = "lanes" not in getattr(control, "facet", "")
-    assert is_noticed(control) is expected  # type: ignore[arg-type]
+    assert is_noticed(control) is ("lanes" not in control.facet)
 
 
 def test_a_kind_without_control_is_blind_unless_seen_in_the_kernel() -> None:

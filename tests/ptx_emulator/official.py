@@ -220,8 +220,18 @@ def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tu
     return relative_error(out, want_out), float(difference.max())
 
 
+def schedule_subject() -> Subject:
+    """The official schedule kernel as a subject of the mutation, second-opinion and speed sessions."""
+    return _subject("PrepareFlatSchedule", {})
+
+
+def split_subject() -> Subject:
+    """The official split of the forward's work as a subject."""
+    return _subject("PrepareFwdSplit", {})
+
+
 def forward_subject() -> Subject:
-    """The official forward as a subject of the mutation, second-opinion and speed sessions."""
+    """The official forward as a subject."""
     return _subject("SparseAttentionForwardSm100", {})
 
 

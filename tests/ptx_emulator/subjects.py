@@ -21,6 +21,8 @@ from ptx_emulator.report import NamedTensor, Report, Suppression
 
 REGISTRY: dict[str, str] = {
     "gemm": "ptx_emulator.gemm:subject",
+    "schedule": "ptx_emulator.official:schedule_subject",
+    "split": "ptx_emulator.official:split_subject",
     "forward": "ptx_emulator.official:forward_subject",
     "combine": "ptx_emulator.official:combine_subject",
 }
