@@ -50,6 +50,9 @@ def run_one(name: str, limit: int | None) -> int:
     started = time.perf_counter()
     subject = subjects.load(name)
     session = Session(subject)
+    if not session.sites:
+        print(f"{name}: {subject.case}\n\nexecutes no synchronisation")
+        return 0
     verdicts = judge(session, limit, lambda text: print(text, file=sys.stderr, flush=True))
     caught = sum(verdict.name in CAUGHT for verdict in verdicts)
     score = compute_score(verdicts)

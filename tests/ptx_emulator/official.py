@@ -13,16 +13,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from ptx_emulator import cute_host
-from ptx_emulator.launch import EmulationError, Options
+from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
-from ptx_emulator.subjects import Outcome, Subject, relative_error
+from ptx_emulator.subjects import relative_error
 
 HEAD_DIM, BLOCK = 128, 128
 UNWRITTEN = -0x0BADBAD
@@ -218,52 +218,6 @@ def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tu
     empty = torch.isinf(want_lse)
     difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
     return relative_error(out, want_out), float(difference.max())
-
-
-def schedule_subject() -> Subject:
-    """The official schedule kernel as a subject of the mutation, second-opinion and speed sessions."""
-    return _subject("PrepareFlatSchedule", {})
-
-
-def split_subject() -> Subject:
-    """The official split of the forward's work as a subject."""
-    return _subject("PrepareFwdSplit", {})
-
-
-def forward_subject() -> Subject:
-    """The official forward as a subject."""
-    return _subject("SparseAttentionForwardSm100", {})
-
-
-def combine_subject() -> Subject:
-    """The official combine as a subject. Its loop over the splits ends where the LSE says: data."""
-    assumptions = {"representative_branches": True, "bounded_computation_loops": True}
-    return _subject("SparseAttentionForwardCombine", {"assumptions": assumptions, "data_branch_loop_iterations": 2})
-
-
-def _subject(entry_part: str, verifier: dict[str, Any]) -> Subject:
-    official = Official()
-    # Tokens of each document x 16 heads fill whole tiles of 64 rows in the combine; else it reads shared memory that
-    # nothing wrote (docs/findings/). One SM: many tiles a CTA, so that every pipeline wraps.
-    cases = [Case(lengths, topk=4, index_heads=1, sm_count=1) for lengths in ((200, 12), (24,))]
-    problem, tiny = map(make_problem, cases)
-    official.sm_count = 1
-    official.call(problem, Options(checks=frozenset()))
-    function, entry = next((f, n) for f in official.functions for n in f.kernels if entry_part in n)
-    words = "documents of 200 and 12 tokens, 16/1 heads, top-k 4, one SM"
-    runs = [lambda options, p=p: _run_subject(official, p, options) for p in (problem, tiny)]
-    return Subject(words, function.kernels, entry, runs[0], function.function.__ptx__, runs[1], verifier)
-
-
-def _run_subject(official: Official, problem: Problem, options: Options) -> Outcome:
-    try:
-        got = official.call(problem, replace(options, suppress=SUPPRESSIONS))
-    except EmulationError as error:
-        return Outcome(error.report)
-    out_error, lse_error = compare(got, problem.expected)
-    wrong = {"O"} if not out_error <= OUT_TOLERANCE else set()
-    wrong |= {"LSE"} if not lse_error <= LSE_TOLERANCE else set()
-    return Outcome(official.report, frozenset(wrong))
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from ptx_emulator.report import NamedTensor, Report, Suppression
 
 REGISTRY: dict[str, str] = {
     "gemm": "ptx_emulator.gemm:subject",
-    "schedule": "ptx_emulator.official:schedule_subject",
-    "split": "ptx_emulator.official:split_subject",
-    "forward": "ptx_emulator.official:forward_subject",
-    "combine": "ptx_emulator.official:combine_subject",
+    "schedule": "ptx_emulator.official_subjects:schedule_subject",
+    "split": "ptx_emulator.official_subjects:split_subject",
+    "forward": "ptx_emulator.official_subjects:forward_subject",
+    "combine": "ptx_emulator.official_subjects:combine_subject",
 }
 """Kernel to the function that builds its case."""
 SMALL_ELEMENTS = 4096
