@@ -23,6 +23,7 @@ from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
 from ptx_emulator.subjects import relative_error
+from ptx_emulator.tensor_map import encode_tensor_map
 
 HEAD_DIM, BLOCK = 128, 128
 UNWRITTEN = -0x0BADBAD
@@ -131,6 +132,7 @@ class Official:
         from msa_vendored.installed import provenance
 
         self.dtypes = {torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32, torch.int32: cutlass.Int32}
+        self.dtypes[torch.uint8] = cutlass.Uint8
         root = provenance().package
         self.interface = import_module(f"{root}.cute.interface")
         self.scheduler = import_module(f"{root}.cute.src.sm100.prepare_scheduler")
@@ -152,6 +154,7 @@ class Official:
 
         cute.compile = compile_redirected
         modules: list[Any] = [self.interface, self.scheduler]
+        modules[0].create_q_gather4_tma_desc = make_gather_map
         for module in modules:
             module.to_cute_tensor_kvouter = self._fake
         official = self
@@ -218,6 +221,11 @@ def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tu
     empty = torch.isinf(want_lse)
     difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
     return relative_error(out, want_out), float(difference.max())
+
+
+def make_gather_map(tensor: torch.Tensor, box_x: int = 64) -> torch.Tensor:
+    """The package's tensor map for gathers of four rows, in CPU memory; the package asks the driver for it."""
+    return torch.frombuffer(bytearray(encode_tensor_map(tensor, (1, box_x), 128)), dtype=torch.uint8).clone()
 
 
 @contextlib.contextmanager
