@@ -21,6 +21,7 @@ from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
 
 BLOCK, DIM = 128, 128
+MUTATED_TOLERANCE = 3e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +285,38 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
     counts = (p.meta.shape[0], count_segments(p, case.ctas), report.instructions)
     findings = [str(finding) for finding in report.findings]
     return Result(schedule, seed, errors, largest, nans, stray, *counts, seconds, findings, sorted(report.kinds))
+
+
+MUTATED = Case((133, 3), topk=2, ctas=1, chunk=64, bad_lse=((130, 1, -math.inf),))
+"""Four segments, one of one tile, on one CTA: every barrier goes through several phases."""
+
+
+def subject() -> Any:
+    """The kernel and a small case for ``python -m ptx_emulator.mutate``."""
+    from ptx_emulator.subjects import subject_of_function
+
+    cute_host.prepare()
+    from msa_vendored.backward.main_sm100 import compile_main
+
+    case, p = MUTATED, make_problem(MUTATED)
+    reached = {name: reached_rows(p, name) for name in ("dq", "dk", "dv")}
+
+    def make_arguments() -> list[Any]:
+        operands = (p.q, p.grad_out, p.k, p.v, p.lse, p.delta, p.meta, p.query_rows, p.query_positions, p.descriptor)
+        pool, dkv = torch.zeros(p.q.numel(), dtype=torch.bfloat16), torch.zeros(2 * p.k.numel())
+        return [*operands, p.cu_seqlens, p.workspace_starts, pool, dkv, DIM**-0.5, case.ctas]
+
+    def find_wrong(arguments: Any) -> set[str]:
+        wrong = set()
+        got = read_accumulators(case, *arguments[12:14])
+        for (name, rows), a, b in zip(reached.items(), got, p.expected, strict=True):
+            error = float((a - b).norm() / b.norm())
+            if not error <= MUTATED_TOLERANCE or bool((a[~rows] != 0).any()):
+                wrong.add(name)
+        return wrong
+
+    words = f"documents {case.lengths}, top-{case.topk}, 1 key head, ratio {case.ratio}, {p.meta.shape[0]} tiles, 1 CTA"
+    return subject_of_function(compile_main(), "MainKernel", make_arguments, find_wrong, words)
 
 
 def main() -> int:

@@ -87,11 +87,10 @@ class Barrier(IntEnum):
     DS_READY = 20
     DQ_FULL = 22
     DQ_EMPTY = 23
-    DKV_FULL = 24
-    DKV_EMPTY = 25
+    DKV_EMPTY = 24
 
 
-BARRIERS = 26
+BARRIERS = 25
 COMPUTE_WARPS = 4
 REDUCE_WARPS = 4
 ARRIVALS = {

@@ -54,7 +54,7 @@ class MultiplyRole(Walker):
                     self._multiply_s(c, tile + 1)
                 document, head, block = next_document, next_head, next_block
                 tile += 1
-        ptx.wait_barrier(self.barrier(c, Barrier.DQ_EMPTY), (tile - 1) % 2)
+        # The reduce warps have read the last dQ before they read the last dK.
         ptx.wait_barrier(self.barrier(c, Barrier.DKV_EMPTY), segment % 2)
         ptx.fence_after_wait()
         ptx.free_tensor_memory(c.tmem, plan.TMEM_COLUMNS)
@@ -62,11 +62,11 @@ class MultiplyRole(Walker):
     @cute.jit
     def _await_block(self, c: Context, full: Any, offset: Any, segment: Any, document: Any, block: Any) -> None:
         """Waits for K or V and clears what lies past the end of the document, where 0 * NaN would be NaN."""
-        ptx.wait_barrier(self.barrier(c, full), segment % 2)
         start = ptx.load_global_ints(c.cu_seqlens + Int64(document) * 4, 1)[0]
         stop = ptx.load_global_ints(c.cu_seqlens + Int64(document) * 4 + 4, 1)[0]
         workspace = ptx.load_global_ints(c.document_workspace_starts + Int64(document) * 4, 1)[0]
-        keys = workspace + stop - start - block * TILE
+        keys = cutlass.max(workspace + stop - start - block * TILE, 0)
+        ptx.wait_barrier(self.barrier(c, full), segment % 2)
         if keys < TILE:
             for row in cutlass.range(keys, TILE, unroll=1):
                 group = c.smem + offset + row // plan.SWIZZLE_ROWS * plan.GROUP_BYTES
@@ -130,8 +130,6 @@ class MultiplyRole(Walker):
                 self._multiply_rows(c.tmem + Column.DK, c.tmem + Column.DP, q, half, accumulate)
         with ptx.elect():
             ptx.commit(self.barrier(c, Barrier.Q_EMPTY, stage))
-            if last:
-                ptx.commit(self.barrier(c, Barrier.DKV_FULL))
             self._multiply_dq(c)
             ptx.commit(self.barrier(c, Barrier.DQ_FULL))
             if last:

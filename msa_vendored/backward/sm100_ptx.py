@@ -197,6 +197,12 @@ def copy_tensor(target: Any, tensor_map: Any, coordinates: Sequence[Any], barrie
     _assemble(text, [], [target, tensor_map, *(Int32(c) for c in coordinates), barrier])
 
 
+def prefetch_tensor(tensor_map: Any, coordinates: Sequence[Any]) -> None:
+    """One box of a rank-5 map to L2."""
+    text = "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [$0, {$1,$2,$3,$4,$5}];"
+    _assemble(text, [], [tensor_map, *(Int32(c) for c in coordinates)])
+
+
 # -- tcgen05 ------------------------------------------------------------------------------------------------------
 
 
