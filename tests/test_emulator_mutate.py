@@ -14,6 +14,8 @@ SPARE = f"mbarrier.init.shared.b64 [%r3+{TMEM_AT + 8}], 1"
 PAIR = BODY.replace("bar.sync 1;", "bar.sync 1; bar.sync 2;")
 UNUSED = BODY.replace("fence.mbarrier_init", f"{SPARE}; fence.mbarrier_init")
 IDLE_FENCE = BODY.replace("EPILOGUE:", f"EPILOGUE: {FENCE}")
+WAIT = "tcgen05.wait::ld.sync.aligned;"
+LATE_WAIT = BODY.replace("setp.lt.u32 %p5, %r24", f"{WAIT} setp.lt.u32 %p5, %r24")
 EXTRA_WAIT = BODY.replace(
     "shl.b32 %r22", "AGAIN: mbarrier.try_wait.parity.shared.b64 %p9, [%r16], 0; @!%p9 bra AGAIN; shl.b32 %r22"
 )
@@ -69,6 +71,14 @@ def test_what_nothing_needs_is_shown_redundant(body: str, part: str, name: str) 
         assert "joint set of 2" in found[0].evidence
     else:
         assert sorted(v.name for v in found[-2:]) == ["covered", "redundant"]
+
+
+def test_a_wait_before_the_use_of_loaded_registers_is_not_redundant() -> None:
+    """A second wait orders the memory; the first is what makes the registers valid where they are stored."""
+    first, second = find(judge(LATE_WAIT), "tcgen05.wait::ld")
+    assert first.name == "finding"
+    assert first.signs == {"tcgen05-ld-used-before-wait"}
+    assert second.name == "redundant"
 
 
 def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,16 @@ def seed_mutants(verifier: Verifier) -> list[tuple[Site, str, Opinion]]:
 
 
 def run_one(name: str) -> int:
-    """The session for one kernel: 0 verified and mutant rejected, 2 not supported, 1 anything else."""
-    subject = subjects.load(name)
+    """The session for one name: 0 verified and mutant rejected, 2 not supported, 1 anything else; the worst of several.
+
+    A name with several kernels counts as verified if one of them is and the others are not supported.
+    """
+    statuses = {run_subject(f"{name} {subject.label}".rstrip(), subject) for subject in subjects.load(name)}
+    return 1 if 1 in statuses else min(statuses)
+
+
+def run_subject(name: str, subject: Subject) -> int:
+    """The session for one kernel."""
     verifier = Verifier(subject)
     opinion = verifier.ask()
     print(f"{name}: {opinion}", flush=True)

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = list(subjects.REGISTRY) if options.kernels == ["all"] else options.kernels
     if options.row:
-        print(format_row(names[0], subjects.load(names[0])))
+        for subject in subjects.load(names[0]):
+            print(format_row(f"{names[0]} {subject.label}".rstrip(), subject))
         return 0
     print(HEADER, flush=True)
     command = [sys.executable, "-m", "ptx_emulator.speed", "--row"]

@@ -1,7 +1,8 @@
 """Kernels that the mutation, second-opinion and speed sessions know: a name, and who builds a case of it.
 
 A new kernel is one line in :data:`REGISTRY`: ``"name": "module:function"``. The function takes nothing, prepares the
-process (``cute_host.prepare(arch)``: one process compiles for one architecture) and returns a :class:`Subject`.
+process (``cute_host.prepare(arch)``: one process compiles for one architecture) and returns a :class:`Subject`, or
+several for a function of several kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ REGISTRY: dict[str, str] = {
     "split": "ptx_emulator.official_subjects:split_subject",
     "forward": "ptx_emulator.official_subjects:forward_subject",
     "combine": "ptx_emulator.official_subjects:combine_subject",
+    "backward_sm100": "sm100_backward:subject",
+    "backward_sm90": "ptx_emulator.our_subjects:backward_sm90",
+    "tasks": "ptx_emulator.our_subjects:tasks",
+    "delta": "ptx_emulator.our_subjects:delta",
+    "postprocess": "ptx_emulator.our_subjects:postprocess",
+    "forward_sm90": "ptx_emulator.our_subjects:forward_sm90",
+    "index_sm90": "ptx_emulator.our_subjects:index_sm90",
+    "score_sm90": "ptx_emulator.our_subjects:score_sm90",
+    "select_sm90": "ptx_emulator.our_subjects:select_sm90",
 }
 """Kernel to the function that builds its case."""
 SMALL_ELEMENTS = 4096
@@ -50,6 +60,7 @@ class Subject:
         ptx: the module that the kernel is in, for tools that read the text.
         tiny: a smaller case of the same kernel for the static verifier; None if this one is small.
         verifier: settings for it (:mod:`ptx_emulator.sentry_input`), such as assumptions.
+        label: which kernel of several.
     """
 
     case: str
@@ -59,6 +70,7 @@ class Subject:
     ptx: str = ""
     tiny: Callable[[Options], Outcome] | None = None
     verifier: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def kernel(self) -> Kernel:
@@ -66,8 +78,8 @@ class Subject:
         return self.kernels[self.entry]
 
 
-def load(name: str) -> Subject:
-    """Build the case of a registered kernel, or of ``module:function``.
+def load(name: str) -> tuple[Subject, ...]:
+    """Build the cases of a registered kernel, or of ``module:function``.
 
     Raises:
         SystemExit: no such kernel.
@@ -76,8 +88,9 @@ def load(name: str) -> Subject:
     module, _, function = target.partition(":")
     if not function:
         raise SystemExit(f"no kernel {name!r}: {', '.join(REGISTRY)} or module:function expected")
-    build: Callable[[], Subject] = getattr(import_module(module), function)
-    return build()
+    build: Callable[[], Subject | Sequence[Subject]] = getattr(import_module(module), function)
+    built = build()
+    return (built,) if isinstance(built, Subject) else tuple(built)
 
 
 def subject_of_function(
