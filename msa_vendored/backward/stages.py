@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
+from msa_vendored.backward.pool_order import ROW_ORDER, SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
@@ -242,8 +242,7 @@ def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main,
             a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    dq_order = sm90_dq_order(min(structure.ratio, 8), _SUM_BYTES[dq_accumulation])
-    return main, {"dq_order": dq_order, "dkv_order": SM90_DKV_ORDER}
+    return main, {"dq_order": ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
 
 
 def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:
