@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,6 +356,24 @@ def test_deterministic_passes_keep_what_they_own(recorded: list[tuple[str, Any]]
     assert [build[14] for build in (by_blocks, by_windows)] == [300, 32]
     assert [main.grid for main in (first, second)] == [4 * 3, 4 * 10]
     assert [build[15] for build in (by_blocks, by_windows)] == [12, 40]
+
+
+def test_a_main_kernel_that_adds_to_dq_itself_gets_it_zeroed(
+    recorded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the SM90 kernel's bf16 sums: they are the result, and nothing else may be allocated for them."""
+    in_place = replace(engine.get_stages(Structure("sm_90a", 16, "bf16", deterministic=False)), dq_in_place=True)
+    monkeypatch.setattr(engine, "get_stages", lambda structure: in_place)
+    call = make_call()
+    original = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: original(*a, **k).fill_(torch.nan))
+    dq, _, _ = engine.run_backward(**call)
+    (main,) = dict(recorded)["main"]
+    assert main.dq_sum.data_ptr() == dq.data_ptr() == dict(recorded)["postprocess"][0].data_ptr()
+    assert main.dq_sum.shape == (dq.numel(),)
+    assert not dq.any()
+    plan = plan_call(check(call), 512, ("even",), 148, dq_in_place=True)
+    assert plan.workspace.zeroed_bytes < plan_call(check(call), 512, ("even",), 148).workspace.zeroed_bytes
 
 
 def test_operands_reach_the_kernels_aligned_and_contiguous(recorded: list[tuple[str, Any]]) -> None:
