@@ -23,6 +23,7 @@ RUNTIME_FILES = (
     "__main__.py",
     "bundle.py",
     "caches.py",
+    "compiling.py",
     "doctor.py",
     "errors.py",
     "installed.py",

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 TARGET = "sm_90a"
 TESTS = Path(__file__).resolve().parent
 APPROXIMATE = ("ex2", "lg2", "rcp.approx", "rsqrt", "sqrt.approx", "div.approx", "div.full", "sin", "cos", "tanh")
-SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "mad24", "mul24")
+SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "fma.rn.f32.bf16", "fma.rn.f32.f16", "mad24", "mul24")
 NOT_COMPARED = ("cvta.", "lop3.")
 """Addresses, since the emulator's windows are not the card's; lop3, whose table must be an immediate."""
 FLOAT_TYPES = {"f32": torch.float32, "f64": torch.float64}

@@ -259,6 +259,7 @@ def _add_packed_half() -> None:
         high = f"{to_half}(fma_half({from_half}(a>>16),{from_half}(b>>16),{from_half}(c>>16)))"
         _add(f"fma.rn.{name}x2", "u32", "u32 u32 u32", f"{low}|({high}<<16)")
         _add(f"add.rn.f32.{name}", "f32", "h f32", f"{from_half}(a)+b")
+        _add(f"fma.rn.f32.{name}", "f32", "h h f32", f"__builtin_fmaf({from_half}(a),{from_half}(b),c)")
 
 
 def _add_compares() -> None:

@@ -1,0 +1,747 @@
+"""Main kernel of the backward on Hopper (sm_90a): dQ, dK and dV of a list of tasks.
+
+A task is ``128 // ratio`` queries of one kv head (128 folded rows, row n = slot * ratio + head in group) against one
+block of 128 keys. A run of tasks of one key block is a *segment*: its K and V stay in shared memory, its dK and dV in
+registers.
+
+Threads: three warpgroups. Warpgroup 0 produces: warp 0 loads K, V and the rows of Q and dO by TMA, warp 1 the row
+statistics. Warpgroups 1 and 2 consume; each owns 64 of the 128 keys. With K_w, V_w their 64 rows and, for each half h
+of the folded rows, Q_h, dO_h the 64 rows of the half::
+
+    S^T = K_w Q_h^T             P^T = exp2(S^T * scale * log2(e) - lse * log2(e)), 0 where masked
+    dP^T = V_w dO_h^T           dS^T = P^T * (scale * dP^T - scale * delta)
+    dV_w += P^T dO_h            dK_w += dS^T Q_h            (P^T, dS^T are register operands)
+    dS_h -> shared memory;      after both halves, warpgroup w: dQ = dS_w K (64 rows x 128), added to global memory
+
+Call of the compiled function (:func:`compile_main`), all tensors on one device, contiguous, 16-byte aligned::
+
+    main(q, k, v, grad_out, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts,
+         descriptor, dq_sum, dk_sum, dv_sum, softmax_scale, grid)
+
+- q, grad_out: bf16 ``[T, Hkv * ratio, 128]``; k, v: bf16 ``[W, Hkv, 128]``; lse (natural log), delta: fp32
+  ``[T, Hkv * ratio]``; tables, ``descriptor`` int32 as :mod:`msa_vendored.backward.tasks` defines them;
+  ``cu_seqlens`` int32 ``[documents + 1]``; ``document_workspace_starts`` int32 ``[documents]``.
+- dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller; see :func:`dq_sum_index` for the order of its
+  elements. dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller; see :func:`dkv_sum_index`.
+- softmax_scale: float32. grid: int32, CTAs to launch; one fits on a multiprocessor.
+
+The stream is that of the TVM FFI environment (torch's current stream).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from msa_vendored.backward.sm90_ops import (
+    LOG2_E,
+    exp2_approx,
+    fma,
+    multiply,
+    pack_bf16,
+    red_add_bf16x8,
+    red_add_f32x4,
+    store_matrix_x4,
+    swizzled,
+    unpack_bf16,
+)
+
+HEAD_DIM = 128
+KEYS = 128
+ROWS = 128
+HALF = 64
+STAGES = 2
+WARPGROUP = 128
+THREADS = 3 * WARPGROUP
+CONSUMERS = 2 * WARPGROUP
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+TILE_BYTES = ROWS * HEAD_DIM * 2
+STATISTICS = 8
+"""Words of ``info`` before the key limits of the slots: kv head, key block, flags, valid keys, 4 unused."""
+FIRST, LAST, MASKED = 1, 2, 4
+BARRIER_DS = 1
+"""Named barriers 1, 2: dS of half 0, 1 is stored; 3, 4: the other warpgroup may overwrite it; 5: K and V are cleaned;
+6, 7: the warpgroup's own warps may overwrite it."""
+
+
+def dq_sum_index(row: int, d: int, *, heads: int, bf16: bool) -> int:
+    """Where element (row, d) is in the ``heads * 128`` elements of ``dq_sum`` that begin at a multiple of ``heads``.
+
+    Threads add 16 bytes from their wgmma fragments, in which lane 4 r + a holds columns 2 a and 2 a + 1 of each 8. So
+    every 64 bytes hold 16 (fp32) or 32 (bf16) consecutive d of one row with (8-column group, a) transposed, and every
+    ``heads * 64`` bytes the rows of one such range.
+
+    Args:
+        row: query head modulo ``heads``.
+        d: 0 to 127.
+        heads: ``min(ratio, 8)``.
+        bf16: the type of the sums, else fp32.
+    """
+    groups = 4 if bf16 else 2
+    span, group, lane, bit = d // (8 * groups), d // 8 % groups, d % 8 // 2, d % 2
+    return ((span * heads + row) * 4 + lane) * 2 * groups + group * 2 + bit
+
+
+def dkv_sum_index(key: int, d: int) -> int:
+    """Where element (key of the block, d) is in the 128 * 128 elements of a block of ``dk_sum`` or ``dv_sum``.
+
+    Element 4 t + i of each 512 is accumulator i of thread t: keys 16 (t // 32) + t % 32 // 4 (+ 8 for i = 2, 3) and
+    columns 2 (t % 4) + i % 2 of the 8 that the 512 hold for 64 keys.
+    """
+    group, within = key // 64, key % 64
+    thread = within // 16 * 32 + within % 8 * 4 + d % 8 // 2
+    return (group * 16 + d // 8) * 512 + thread * 4 + within % 16 // 8 * 2 + d % 2
+
+
+class MainBackwardSm90:
+    """The kernel for one head ratio and one type of dQ sums.
+
+    Args:
+        ratio: query heads per kv head: 1, 2, 4, 8 or 16.
+        dq_accumulation: ``"bf16"`` or ``"fp32"``.
+    """
+
+    def __init__(self, ratio: int, dq_accumulation: str) -> None:
+        self.ratio = ratio
+        self.slots = ROWS // ratio
+        self.bf16_sum = dq_accumulation == "bf16"
+        # With 8 or 16 heads one TMA box brings both 64-column halves of a token: [2][ratio][64] elements.
+        self.wide = ratio >= 8
+        self.group_stride = ratio * HEAD_DIM if self.wide else 8 * 64
+        self.half_offset = 8 * 64 if ratio == 16 else 8 * self.group_stride
+        self.column_stride = ratio * 64 if self.wide else ROWS * 64
+        self.slot_stride = ratio * HEAD_DIM if self.wide else ratio * 64
+        self.info_words = STATISTICS + 2 * self.slots
+
+    def _mma(self, n: int, a_source: Any, a_major: Any, b_major: Any) -> Any:
+        operation = warpgroup.MmaF16BF16Op(BFloat16, Float32, (HALF, n, 16), a_source, a_major, b_major)
+        return cute.make_tiled_mma(operation)
+
+    def _token_box(self) -> Any:
+        """Shared-memory layout of one TMA box: (64 columns, ratio rows, column halves, 1)."""
+        halves = 2 if self.wide else 1
+        inner = cute.make_layout((64, self.ratio, halves, 1), stride=(1, 64, self.column_stride, 0))
+        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, inner)
+
+    def _tma(self, tensor: cute.Tensor, box: Any, shape: tuple[int, ...]) -> Any:
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, shape)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        grad_out: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        document_workspace_starts: cute.Tensor,
+        descriptor: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
+        dv_sum: cute.Tensor,
+        softmax_scale: Float32,
+        grid: Int32,
+        stream: Any,
+    ) -> None:
+        """Host side: tensor maps and launch."""
+        row_shape = (64, self.ratio, 2 if self.wide else 1, 1)
+        rows = [self._split_columns(tensor) for tensor in (q, grad_out)]
+        (q_atom, q_map), (do_atom, do_map) = [self._tma_pair(t, self._token_box(), row_shape) for t in rows]
+        key_box = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((64, 1, 2, KEYS), stride=(1, 0, KEYS * 64, 64))
+        )
+        keys = [self._split_columns(tensor) for tensor in (k, v)]
+        (k_atom, k_map), (v_atom, v_map) = [self._tma_pair(t, key_box, (64, 1, 2, KEYS)) for t in keys]
+        mmas = (
+            self._mma(HALF, warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K),
+            self._mma(HEAD_DIM, warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN),
+            self._mma(HEAD_DIM, warpgroup.OperandSource.SMEM, OperandMajorMode.MN, OperandMajorMode.MN),
+        )
+        self.kernel(
+            q_atom, q_map, do_atom, do_map, k_atom, k_map, v_atom, v_map, mmas,
+            lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts, descriptor,
+            dq_sum, dk_sum, dv_sum, softmax_scale,
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    def _tma_pair(self, tensor: Any, box: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        info = self._tma(tensor, box, shape)
+        return info[0], info[1]
+
+    def _split_columns(self, tensor: cute.Tensor) -> cute.Tensor:
+        """``[rows, heads, 128]`` as (64, heads, 2, rows)."""
+        rows, heads, _ = tensor.shape
+        stride = tensor.stride
+        layout = cute.make_layout((64, heads, 2, rows), stride=(1, stride[1], 64, stride[0]))
+        return cute.make_tensor(tensor.iterator, layout)
+
+    def _storage(self) -> Any:
+        info_words, stages = self.info_words * STAGES, STAGES
+
+        @cute.struct
+        class Storage:
+            k: cute.struct.Align[cute.struct.MemRange[BFloat16, KEYS * HEAD_DIM], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[BFloat16, KEYS * HEAD_DIM], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * ROWS * HEAD_DIM], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * ROWS * HEAD_DIM], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[BFloat16, KEYS * ROWS], 1024]
+            statistics: cute.struct.Align[cute.struct.MemRange[Float32, stages * ROWS * 2], 16]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, info_words], 16]
+            full: cute.struct.MemRange[Int64, stages]
+            ready: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            kv_full: cute.struct.MemRange[Int64, 1]
+            kv_empty: cute.struct.MemRange[Int64, 1]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: Any,
+        q_map: cute.Tensor,
+        do_atom: Any,
+        do_map: cute.Tensor,
+        k_atom: Any,
+        k_map: cute.Tensor,
+        v_atom: Any,
+        v_map: cute.Tensor,
+        mmas: Any,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        document_workspace_starts: cute.Tensor,
+        descriptor: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
+        dv_sum: cute.Tensor,
+        softmax_scale: Float32,
+    ) -> None:
+        """Device side: initialise barriers, then one role per warp."""
+        shared = cutlass.utils.SmemAllocator().allocate(self._storage())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(shared.empty.data_ptr() + stage, CONSUMERS // 32)
+                cute.arch.mbarrier_init(shared.kv_full.data_ptr(), 1)
+                cute.arch.mbarrier_init(shared.kv_empty.data_ptr(), CONSUMERS // 32)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load_tiles(
+                    shared, q_atom, q_map, do_atom, do_map, k_atom, k_map, v_atom, v_map, task_meta, task_qrows,
+                    descriptor,
+                )  # fmt: skip
+            if warp == 1:
+                self.load_statistics(
+                    shared, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts,
+                    descriptor, softmax_scale,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(shared, mmas, descriptor, dq_sum, dk_sum, dv_sum, softmax_scale)
+
+    @cute.jit
+    def chunk_interval(self, chunk: Int32, descriptor: cute.Tensor) -> tuple[Int32, Int32]:
+        """First task of a chunk and the one after its last, as ``tasks.chunk_interval``."""
+        full = descriptor[2]
+        begin = chunk * descriptor[1]
+        end = begin + descriptor[1]
+        if chunk >= full:
+            begin = full * descriptor[1] + (chunk - full) * descriptor[3]
+            end = cutlass.min(begin + descriptor[3], descriptor[0])
+        return begin, end
+
+    @cute.jit
+    def load_tiles(
+        self,
+        shared: Any,
+        q_atom: Any,
+        q_map: cute.Tensor,
+        do_atom: Any,
+        do_map: cute.Tensor,
+        k_atom: Any,
+        k_map: cute.Tensor,
+        v_atom: Any,
+        v_map: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        descriptor: cute.Tensor,
+    ) -> None:
+        """Warp 0: K and V once per segment, Q and dO of every task."""
+        lane = cute.arch.lane_idx()
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        kv_full, kv_empty = shared.kv_full.data_ptr(), shared.kv_empty.data_ptr()
+        s_q, g_q = self.partition_rows(q_atom, shared.q.data_ptr(), q_map)
+        s_do, g_do = self.partition_rows(do_atom, shared.do.data_ptr(), do_map)
+        s_k, g_k = self.partition_keys(k_atom, shared.k.data_ptr(), k_map)
+        s_v, g_v = self.partition_keys(v_atom, shared.v.data_ptr(), v_map)
+        count, segment, loaded_head, loaded_block = Int32(0), Int32(0), Int32(-1), Int32(-1)
+        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
+            begin, end = self.chunk_interval(chunk, descriptor)
+            for task in cutlass.range(begin, end, 1, unroll=1):
+                head, block = task_meta[task, 1], task_meta[task, 2]
+                stage, phase = count % STAGES, (count // STAGES) % 2
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * TILE_BYTES)
+                for base in cutlass.range_constexpr(0, self.slots, 32):
+                    row = Int32(-1)
+                    if base + lane < self.slots:
+                        row = task_qrows[task, base + lane]
+                    for slot in cutlass.range_constexpr(base, min(base + 32, self.slots)):
+                        token = cute.arch.shuffle_sync(row, slot - base)
+                        for half in cutlass.range_constexpr(1 if self.wide else 2):
+                            source = (None, head, half, token)
+                            target = (None, slot, half, stage)
+                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage)
+                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage)
+                if task == begin or head != loaded_head or block != loaded_block:
+                    loaded_head, loaded_block = head, block
+                    cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * TILE_BYTES)
+                    cute.copy(k_atom, g_k[None, head, block], s_k, tma_bar_ptr=kv_full)
+                    cute.copy(v_atom, g_v[None, head, block], s_v, tma_bar_ptr=kv_full)
+                    segment += 1
+                count += 1
+
+    def partition_rows(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
+        """TMA views of Q or dO: shared (box, slot, column half, stage), global (box, kv head, column half, token)."""
+        halves = 1 if self.wide else 2
+        inner = (64, self.ratio, 2 // halves, 1)
+        layout = cute.make_layout(
+            (inner, self.slots, halves, STAGES),
+            stride=((1, 64, self.column_stride, 0), self.slot_stride, self.column_stride, ROWS * HEAD_DIM),
+        )
+        tiles = cute.local_tile(tensor_map, inner, (None, None, None, None))
+        tiles = cute.group_modes(tiles, 0, 4)
+        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(swizzled(base), layout), tiles)
+        return s, g[None, 0, None, None, None]
+
+    def partition_keys(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
+        """TMA views of K or V: shared (box), global (box, kv head, key block)."""
+        inner = (64, 1, 2, KEYS)
+        layout = cute.make_layout((inner,), stride=((1, 0, KEYS * 64, 64),))
+        tiles = cute.group_modes(cute.local_tile(tensor_map, inner, (None, None, None, None)), 0, 4)
+        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(swizzled(base), layout), tiles)
+        return s, g[None, 0, None, 0, None]
+
+    @cute.jit
+    def load_statistics(
+        self,
+        shared: Any,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        document_workspace_starts: cute.Tensor,
+        descriptor: cute.Tensor,
+        softmax_scale: Float32,
+    ) -> None:
+        """Warp 1: per folded row (lse * log2(e), delta * scale), per task its place, flags and key limits."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        last_head, last_block = Int32(-1), Int32(-1)
+        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
+            begin, end = self.chunk_interval(chunk, descriptor)
+            for task in cutlass.range(begin, end, 1, unroll=1):
+                document, head, block = task_meta[task, 0], task_meta[task, 1], task_meta[task, 2]
+                flags = Int32(0)
+                if task == begin or head != last_head or block != last_block:
+                    flags = flags | FIRST
+                last_head, last_block = head, block
+                if task + 1 == end:
+                    flags = flags | LAST
+                else:
+                    if task_meta[task + 1, 1] != head or task_meta[task + 1, 2] != block:
+                        flags = flags | LAST
+                length = cu_seqlens[document + 1] - cu_seqlens[document]
+                keys = document_workspace_starts[document] + length - block * KEYS
+                stage, phase = count % STAGES, (count // STAGES) % 2
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
+                info = shared.info.data_ptr() + stage * self.info_words
+                info = cute.make_tensor(info, cute.make_layout(self.info_words))
+                masked = self.load_limits(info, task_qrows, task_qpos, task, block, lane)
+                if masked:
+                    flags = flags | MASKED
+                self.load_rows(shared, lse, delta, task_qrows, task, head, stage, lane, softmax_scale)
+                if lane == 0:
+                    info[0] = head
+                    info[1] = block
+                    info[2] = flags
+                    info[3] = cutlass.min(keys, KEYS)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
+                count += 1
+
+    @cute.jit
+    def load_limits(
+        self,
+        info: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        task: Int32,
+        block: Int32,
+        lane: Int32,
+    ) -> Boolean:
+        """Token row and last visible key of each slot; whether any key of the block is hidden from any of them."""
+        hidden = Boolean(False)
+        for base in cutlass.range_constexpr(0, self.slots, 32):
+            slot = base + lane
+            if slot < self.slots:
+                row = task_qrows[task, slot]
+                limit = task_qpos[task, slot] - block * KEYS
+                info[STATISTICS + slot] = row
+                info[STATISTICS + self.slots + slot] = limit
+                if row >= 0 and limit < KEYS - 1:
+                    hidden = Boolean(True)
+        return cute.arch.vote_any_sync(hidden)
+
+    @cute.jit
+    def load_rows(
+        self,
+        shared: Any,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task: Int32,
+        head: Int32,
+        stage: Int32,
+        lane: Int32,
+        softmax_scale: Float32,
+    ) -> None:
+        """Statistics in the order of (half, row of the half). Rows without a query or a finite lse give P = dS = 0."""
+        base = shared.statistics.data_ptr() + stage * (2 * ROWS)
+        statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
+        for i in cutlass.range_constexpr(ROWS // 32):
+            n = i * 32 + lane
+            slot, member = n // self.ratio, n % self.ratio
+            row = task_qrows[task, slot]
+            value, correction = Float32.inf, Float32(0.0)
+            if row >= 0:
+                loaded = lse[row, head * self.ratio + member] * LOG2_E
+                # Neither infinity nor NaN passes.
+                if loaded - loaded == 0.0:
+                    value = loaded
+                    correction = delta[row, head * self.ratio + member] * softmax_scale
+            position = n
+            if cutlass.const_expr(self.ratio == 16):
+                position = member // 8 * HALF + slot * 8 + member % 8
+            statistics[0, position] = value
+            statistics[1, position] = correction
+
+    @cute.jit
+    def consume(
+        self,
+        shared: Any,
+        mmas: Any,
+        descriptor: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
+        dv_sum: cute.Tensor,
+        softmax_scale: Float32,
+    ) -> None:
+        """Warpgroups 1 and 2: everything but the loads."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+        mma_s, mma_kv, mma_q = mmas
+        dk = cute.make_rmem_tensor(mma_kv.partition_shape_C((HALF, HEAD_DIM)), Float32)
+        dv = cute.make_rmem_tensor(mma_kv.partition_shape_C((HALF, HEAD_DIM)), Float32)
+        dk.fill(0.0)
+        dv.fill(0.0)
+        count, segment = Int32(0), Int32(0)
+        # Both halves of dS are free at first.
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
+        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
+            begin, end = self.chunk_interval(chunk, descriptor)
+            for _task in cutlass.range(begin, end, 1, unroll=1):
+                stage, phase = count % STAGES, (count // STAGES) % 2
+                cute.arch.mbarrier_wait(shared.ready.data_ptr() + stage, phase)
+                info = shared.info.data_ptr() + stage * self.info_words
+                info = cute.make_tensor(info, cute.make_layout(self.info_words))
+                flags = cute.arch.make_warp_uniform(info[2])
+                if flags & FIRST:
+                    cute.arch.mbarrier_wait(shared.kv_full.data_ptr(), segment % 2)
+                    if info[3] < KEYS:
+                        self.clean_keys(shared, info[3], thread, group)
+                    segment += 1
+                cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
+                for half in cutlass.range_constexpr(2):
+                    self.process_half(
+                        shared, mma_s, mma_kv, dk, dv, info, flags, half, stage, thread, group, softmax_scale
+                    )
+                self.add_dq(shared, mma_q, dq_sum, info, stage, flags, thread, group)
+                if flags & LAST:
+                    self.flush(dk, dk_sum, info, thread, group)
+                    self.flush(dv, dv_sum, info, thread, group)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
+                count += 1
+        # Takes the arrival that no store of dS waited for.
+        cute.arch.barrier(barrier_id=BARRIER_DS + 3 - group, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def clean_keys(self, shared: Any, valid: Int32, thread: Int32, group: Int32) -> None:
+        """Zero the rows of K and V past the end of the document: they may hold NaN, and 0 * NaN would reach dQ."""
+        word = cute.make_layout((32, KEYS, 2), stride=(1, 32, KEYS * 32))
+        for pointer in (shared.k.data_ptr(), shared.v.data_ptr()):
+            tile = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), word)
+            for key in cutlass.range(valid, KEYS, 1, unroll=1):
+                if thread < 32:
+                    tile[thread, key, group] = Int32(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=5, number_of_threads=CONSUMERS)
+
+    def rows_tensor(self, pointer: Any, half: int, stage: Int32, *, columns_first: bool) -> cute.Tensor:
+        """A half of the rows of Q or dO, (64 rows, 128) or, for the contraction over rows, (128, 64 rows)."""
+        base = swizzled(pointer + half * self.half_offset + stage * (ROWS * HEAD_DIM))
+        rows, columns = (8, 8), (64, 2)
+        row_stride, column_stride = (64, self.group_stride), (1, self.column_stride)
+        if columns_first:
+            return cute.make_tensor(base, cute.make_layout((columns, rows), stride=(column_stride, row_stride)))
+        return cute.make_tensor(base, cute.make_layout((rows, columns), stride=(row_stride, column_stride)))
+
+    @cute.jit
+    def process_half(
+        self,
+        shared: Any,
+        mma_s: Any,
+        mma_kv: Any,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        info: cute.Tensor,
+        flags: Int32,
+        half: cutlass.Constexpr,
+        stage: Int32,
+        thread: Int32,
+        group: Int32,
+        softmax_scale: Float32,
+    ) -> None:
+        """S, dP, P, dS of 64 folded rows against 64 keys; adds to dV and dK, leaves dS in shared memory."""
+        keys = cute.make_layout((HALF, (64, 2)), stride=(64, (1, KEYS * 64)))
+        s_k = cute.make_tensor(swizzled(shared.k.data_ptr() + group * (HALF * 64)), keys)
+        s_v = cute.make_tensor(swizzled(shared.v.data_ptr() + group * (HALF * 64)), keys)
+        thr_s, thr_kv = mma_s.get_slice(thread), mma_kv.get_slice(thread)
+        q_rows = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=False)
+        do_rows = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=False)
+        q_columns = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=True)
+        do_columns = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=True)
+        s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+        dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+        a_shape = mma_kv.partition_shape_A((HALF, HALF))
+        p_half = cute.make_rmem_tensor(a_shape, BFloat16)
+        ds_half = cute.make_rmem_tensor(a_shape, BFloat16)
+        p_words, ds_words = cute.recast_tensor(p_half, Int32), cute.recast_tensor(ds_half, Int32)
+
+        warpgroup.fence()
+        multiply(mma_s, s, mma_s.make_fragment_A(thr_s.partition_A(s_k)),
+                 mma_s.make_fragment_B(thr_s.partition_B(q_rows)), accumulate=False)  # fmt: skip
+        warpgroup.commit_group()
+        # dK of the half before is done, its operand's registers are free for dP.
+        warpgroup.wait_group(1)
+        multiply(mma_s, dp, mma_s.make_fragment_A(thr_s.partition_A(s_v)),
+                 mma_s.make_fragment_B(thr_s.partition_B(do_rows)), accumulate=False)  # fmt: skip
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if flags & MASKED:
+            self.hide_keys(s, info, half, thread, group)
+        base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
+        statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
+        scale_log2 = softmax_scale * LOG2_E
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for group8 in cutlass.range_constexpr(8):
+            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
+            for i in cutlass.range_constexpr(4):
+                s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
+            for i in cutlass.range_constexpr(2):
+                p_words[group8 * 2 + i] = pack_bf16(s[group8 * 4 + 2 * i], s[group8 * 4 + 2 * i + 1])
+        warpgroup.fence()
+        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        for group8 in cutlass.range_constexpr(8):
+            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
+            for i in cutlass.range_constexpr(2):
+                at = group8 * 4 + 2 * i
+                # P again from its rounded form: 32 registers less are live while dP is.
+                p_low, p_high = unpack_bf16(p_words[group8 * 2 + i])
+                low = p_low * fma(dp[at], softmax_scale, -pair[0])
+                high = p_high * fma(dp[at + 1], softmax_scale, -pair[1])
+                ds_words[group8 * 2 + i] = pack_bf16(low, high)
+        if group != half:
+            cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
+        self.store_ds(shared, ds_words, half, thread, group)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if group != half:
+            cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
+        warpgroup.fence()
+        multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
+        warpgroup.commit_group()
+        if cutlass.const_expr(half == 0):
+            warpgroup.wait_group(0)
+
+    @cute.jit
+    def hide_keys(
+        self, s: cute.Tensor, info: cute.Tensor, half: cutlass.Constexpr, thread: Int32, group: Int32
+    ) -> None:
+        """-inf where the key comes after the query."""
+        key = group * HALF + thread // 32 * 16 + thread % 32 // 4
+        limits = STATISTICS + self.slots
+        for group8 in cutlass.range_constexpr(8):
+            for i in cutlass.range_constexpr(2):
+                column = group8 * 8 + thread % 4 * 2 + i
+                slot = column // 8 if self.ratio == 16 else (half * HALF + column) // self.ratio
+                limit = info[limits + slot]
+                for below in cutlass.range_constexpr(2):
+                    if key + below * 8 > limit:
+                        s[group8 * 4 + below * 2 + i] = -Float32.inf
+
+    @cute.jit
+    def store_ds(self, shared: Any, words: cute.Tensor, half: cutlass.Constexpr, thread: Int32, group: Int32) -> None:
+        """dS^T to shared memory as [half][key][64 rows], 128-byte swizzle."""
+        row = group * HALF + thread // 32 * 16 + thread % 16
+        base = shared.ds.data_ptr().toint() + half * (KEYS * 128) + row * 128
+        upper = thread % 32 // 16
+        for j in cutlass.range_constexpr(4):
+            column = ((2 * j + upper) ^ (row % 8)) * 16
+            store_matrix_x4(Int32(base) + column, [words[4 * j + i] for i in range(4)])
+
+    @cute.jit
+    def add_dq(
+        self,
+        shared: Any,
+        mma_q: Any,
+        dq_sum: cute.Tensor,
+        info: cute.Tensor,
+        stage: Int32,
+        flags: Int32,
+        thread: Int32,
+        group: Int32,
+    ) -> None:
+        """dQ of the 64 folded rows of half ``group``, added to global memory."""
+        cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
+        thr = mma_q.get_slice(thread)
+        ds = cute.make_tensor(
+            swizzled(shared.ds.data_ptr() + group * (KEYS * 64)), cute.make_layout((HALF, KEYS), stride=(1, 64))
+        )
+        keys = cute.make_tensor(
+            swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
+        )
+        warpgroup.wait_group(0)
+        dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
+        warpgroup.fence()
+        multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
+                 mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
+        # The four warps of a warpgroup wait for their parts of the product one by one.
+        cute.arch.barrier(barrier_id=BARRIER_DS + 5 + group, number_of_threads=WARPGROUP)
+        if flags & LAST:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
+        self.reduce_dq(dq, dq_sum, info, thread, group)
+
+    @cute.jit
+    def reduce_dq(self, dq: cute.Tensor, dq_sum: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
+        """Add a dQ fragment to its rows of global memory, 16 bytes at a time, in the order of ``dq_sum_index``."""
+        head, lane = info[0], thread % 32
+        size = 2 if self.bf16_sum else 4
+        groups = 4 if self.bf16_sum else 2
+        heads = min(self.ratio, 8)
+        base = dq_sum.iterator.toint()
+        for below in cutlass.range_constexpr(2):
+            row8 = thread // 32 * 2 + below
+            if cutlass.const_expr(self.ratio == 16):
+                slot, first = row8, group * 8
+            else:
+                slot, first = ((group * 8 + row8) * 8 + lane // 4) // self.ratio, 0
+            token = info[STATISTICS + slot]
+            if token >= 0:
+                row = Int64(token) * Int64(dq_sum.shape[1]) + (head * self.ratio + first)
+                address = base + row * (HEAD_DIM * size) + (lane % (heads * 4)) * 16
+                for span in cutlass.range_constexpr(16 // groups):
+                    values = [dq[(span * groups + g) * 4 + below * 2 + i] for g in range(groups) for i in range(2)]
+                    target = address + span * (heads * 64)
+                    if cutlass.const_expr(self.bf16_sum):
+                        red_add_bf16x8(target, [pack_bf16(values[2 * j], values[2 * j + 1]) for j in range(4)])
+                    else:
+                        red_add_f32x4(target, values)
+
+    @cute.jit
+    def flush(self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
+        """Add dK or dV of a segment to global memory, in the order of ``dkv_sum_index``, and clear it."""
+        block = Int64(info[1]) * Int64(target.shape[1]) + Int64(info[0])
+        base = target.iterator.toint() + (block * 2 + group) * (HALF * HEAD_DIM * 4) + thread * 16
+        for group8 in cutlass.range_constexpr(16):
+            red_add_f32x4(base + group8 * (512 * 4), [sums[group8 * 4 + i] for i in range(4)])
+        sums.fill(0.0)
+
+
+def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
+    symbol, fake = cute.sym_int, cute.runtime.make_fake_compact_tensor
+    tokens, rows, q_heads, kv_heads = symbol(), symbol(divisibility=128), symbol(divisibility=ratio), symbol()
+    capacity, documents = symbol(), symbol()
+
+    def tensor(dtype: Any, shape: tuple[Any, ...]) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return fake(dtype, shape, stride_order=order, assumed_align=16)
+
+    slots = ROWS // ratio
+    sums = BFloat16 if dq_accumulation == "bf16" else Float32
+    return [
+        tensor(BFloat16, (tokens, q_heads, HEAD_DIM)),
+        tensor(BFloat16, (rows, kv_heads, HEAD_DIM)),
+        tensor(BFloat16, (rows, kv_heads, HEAD_DIM)),
+        tensor(BFloat16, (tokens, q_heads, HEAD_DIM)),
+        tensor(Float32, (tokens, q_heads)),
+        tensor(Float32, (tokens, q_heads)),
+        tensor(Int32, (capacity, 4)),
+        tensor(Int32, (capacity, slots)),
+        tensor(Int32, (capacity, slots)),
+        tensor(Int32, (symbol(),)),
+        tensor(Int32, (documents,)),
+        tensor(Int32, (8,)),
+        tensor(sums, (tokens, q_heads, HEAD_DIM)),
+        tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
+        tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
+    ]
+
+
+def compile_main(*, ratio: int = 16, dq_accumulation: str = "bf16", options: str = "") -> Callable[..., None]:
+    """Compile the kernel for sm_90a; the module docstring gives the call.
+
+    Args:
+        ratio: query heads per kv head: 1, 2, 4, 8 or 16.
+        dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
+        options: more options for ``cute.compile``.
+    """
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    function = MainBackwardSm90(ratio, dq_accumulation)
+    arguments = _fake_tensors(ratio, dq_accumulation)
+    compiled: Callable[..., None] = cute.compile(
+        function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()
+    )
+    return compiled

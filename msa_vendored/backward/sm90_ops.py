@@ -1,0 +1,130 @@
+"""PTX instructions and shared-memory views that the SM90 kernels need and CuTe DSL has no name for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+SWIZZLE_128B = (3, 4, 3)
+LOG2_E = 1.4426950408889634
+
+
+def swizzled(pointer: Any) -> Any:
+    """A bf16 pointer into shared memory whose accesses go through the 128-byte swizzle of TMA and wgmma."""
+    return cute.recast_ptr(pointer, cute.make_swizzle(*SWIZZLE_128B), dtype=BFloat16)
+
+
+@dsl_user_op
+def red_add_f32x4(address: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``global[address : address + 16] += values``, four fp32, one 16-byte reduction of the thread."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *[Float32(v).ir_value(loc=loc, ip=ip) for v in values]]
+    llvm.inline_asm(
+        None,
+        operands,
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def red_add_bf16x8(address: Int64, words: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``global[address : address + 16] += words``, four registers of two bf16."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *[Int32(w).ir_value(loc=loc, ip=ip) for w in words]]
+    llvm.inline_asm(
+        None,
+        operands,
+        "red.relaxed.gpu.global.add.noftz.v4.bf16x2 [$0], {$1, $2, $3, $4};",
+        "l,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def store_matrix_x4(address: Int32, words: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``stmatrix``: four 8x8 matrices of bf16, lane l gives the shared-memory address of row l % 8 of matrix l / 8."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), *[Int32(w).ir_value(loc=loc, ip=ip) for w in words]]
+    llvm.inline_asm(
+        None,
+        operands,
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def pack_bf16(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two fp32 rounded to nearest even as one register of two bf16, ``low`` in the low half."""
+    operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            operands,
+            "cvt.rn.bf16x2.f32 $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def exp2_approx(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """``ex2.approx.ftz``: relative error 2^-22 (PTX ISA); exp2(-inf) = 0."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(x).ir_value(loc=loc, ip=ip)],
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """``a * b + c`` with one rounding."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(v).ir_value(loc=loc, ip=ip) for v in (a, b, c)],
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def float_of_bits(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The fp32 with these bits."""
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
+    """The two bf16 of a register, low half first, as fp32."""
+    return float_of_bits(word << 16), float_of_bits(word & Int32(-65536))
+
+
+def multiply(mma: Any, accumulator: Any, a: Any, b: Any, *, accumulate: bool) -> None:
+    """Issue ``accumulator (+)= a b`` over all 16-wide steps of the contraction; does not commit or wait."""
+    for k in range(cute.size(a, mode=[2])):
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
