@@ -35,7 +35,7 @@ def time_ms(launch: Callable[[], Any], runs: int = 21) -> float:
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
-    return median(times)
+    return float(median(times))
 
 
 def time_graph_ms(launch: Callable[[], Any], repeats: int = 10) -> float:
