@@ -86,6 +86,21 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """Measure on this GPU beside peers [-- arguments of ``python -m msa_vendored bench``]; [-- sm100 …] that script.
+
+    Peers beside PyTorch's own are not installed here: ``nox -s bench --install-only``, then pip into its environment.
+    """
+    install_test_environment(session)
+    install_group(session, "bench")
+    install_wheel(session)
+    if session.posargs[:1] == ["sm100"]:
+        session.run("python", "benchmarks/sm100.py", *session.posargs[1:], env=SAFE_PATH)
+        return
+    session.run("python", "-m", "msa_vendored", "bench", *session.posargs, env=SAFE_PATH)
+
+
+@nox.session(reuse_venv=True)
 def verify(session: nox.Session) -> None:
     """Report all drift in lock, patches and trees [-- --red-green [--patch NAME]]: each patch's test both ways."""
     session.install(*BUILD_REQUIRES)

@@ -175,7 +175,7 @@ def launch_backward(
     name = resolve_backend(backend or None, q.device)
     require_determinism(name)
     bundle = bind_kernels(name)
-    make_schedule = BackwardSchedule if name == "reference" else MSABackwardSchedule
+    make_schedule = MSABackwardSchedule if name == "sm100" else BackwardSchedule
     schedule = make_schedule(row_ptr, q_indices, scheduler_metadata, work_count, cu_seqlens, document_workspace_starts)
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
