@@ -126,8 +126,8 @@ class WarpPlan:
 
 MMA_WARP, LOAD_WARP, ROW_WARP, GATHER_WARP = range(4)
 SERVICE_GROUP, COMPUTE_GROUP, REDUCE_GROUP = 0, 1, 2
-PLAN = WarpPlan(threads=384, registers=(88, 240, 168))
-"""88 + 240 + 168 = 496 registers for the three warps of a sub-partition, of 512."""
+PLAN = WarpPlan(threads=384, registers=(88, 240, 176))
+"""88 + 240 + 176 = 504 registers for the three warps of a sub-partition, of 512."""
 
 
 def smem_bytes(ratio: int) -> int:
@@ -170,13 +170,14 @@ def swizzle(offset: int) -> int:
 SWIZZLE_128 = 2
 
 
-def matrix_descriptor() -> int:
+def matrix_descriptor(*, along_dims: bool) -> int:
     """The constant part of a shared-memory matrix descriptor (PTX ISA, tcgen05 matrix descriptor); the address is 0.
 
-    The leading offset is the step between halves of 64 dims when dims are the rows or columns of the product; along K
-    within a swizzle atom it is ignored. The stride is the step between groups of eight rows, either way.
+    The stride offset is the step between groups of eight rows. The leading offset is the step between halves of 64
+    dims where dims are the rows or columns of the product; where K runs along dims, a swizzle atom holds a step of K
+    whole, the offset has no meaning, and 1 is customary.
     """
-    leading, stride, version = HALF_BYTES >> 4, GROUP_BYTES >> 4, 1
+    leading, stride, version = 1 if along_dims else HALF_BYTES >> 4, GROUP_BYTES >> 4, 1
     return leading << 16 | stride << 32 | version << 46 | SWIZZLE_128 << 61
 
 

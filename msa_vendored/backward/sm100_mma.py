@@ -76,9 +76,9 @@ class MultiplyRole(Walker):
             ptx.fence_async_shared()
             cute.arch.sync_warp()
 
-    def _descriptor(self, address: Any) -> Any:
+    def _descriptor(self, address: Any, *, along_dims: bool = False) -> Any:
         """Matrix descriptor of an operand that starts at a shared-memory address."""
-        return Int64(address >> 4) | Int64(plan.matrix_descriptor())
+        return Int64(address >> 4) | Int64(plan.matrix_descriptor(along_dims=along_dims))
 
     @cute.jit
     def _multiply_s(self, c: Context, tile: Any) -> None:
@@ -87,8 +87,8 @@ class MultiplyRole(Walker):
         ptx.wait_barrier(self.barrier(c, Barrier.Q_FULL, stage), tile // STAGES % 2)
         ptx.fence_after_wait()
         with ptx.elect():
-            k = self._descriptor(c.smem + Smem.K)
-            q = self._descriptor(c.smem + Smem.Q + stage * plan.OPERAND_BYTES)
+            k = self._descriptor(c.smem + Smem.K, along_dims=True)
+            q = self._descriptor(c.smem + Smem.Q + stage * plan.OPERAND_BYTES, along_dims=True)
             self._multiply_along_dims(c.tmem + Column.S, k, q)
             ptx.commit(self.barrier(c, Barrier.S_FULL))
 
@@ -98,8 +98,8 @@ class MultiplyRole(Walker):
         ptx.wait_barrier(self.barrier(c, Barrier.DQ_EMPTY), phase ^ 1)
         ptx.fence_after_wait()
         with ptx.elect():
-            v = self._descriptor(c.smem + Smem.V)
-            grad_out = self._descriptor(c.smem + Smem.DO + stage * plan.OPERAND_BYTES)
+            v = self._descriptor(c.smem + Smem.V, along_dims=True)
+            grad_out = self._descriptor(c.smem + Smem.DO + stage * plan.OPERAND_BYTES, along_dims=True)
             self._multiply_along_dims(c.tmem + Column.DP, v, grad_out)
             ptx.commit(self.barrier(c, Barrier.DP_FULL))
 
