@@ -68,9 +68,13 @@ def make_problem(
     grad_scale: float = 1.0,
     selection: torch.Tensor | None = None,
     softmax_scale: float = 128**-0.5,
+    dead_rows: Sequence[tuple[int, int, float]] = (),
     reference: bool = True,
 ) -> Problem:
-    """Standard-normal operands, dO times ``grad_scale``; without ``reference`` lse and delta are plausible numbers."""
+    """Standard-normal operands, dO times ``grad_scale``; without ``reference`` lse and delta are plausible numbers.
+
+    ``dead_rows`` are (token, query head, lse): rows whose lse is not finite, and which give and get no gradient.
+    """
     random = torch.Generator(device).manual_seed(seed)
     if selection is None:
         selection = select_blocks(lengths, kv_heads, topk, device, random)
@@ -85,13 +89,18 @@ def make_problem(
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths_tensor)
     local = torch.arange(tokens, device=device) - (lengths_tensor.cumsum(0) - lengths_tensor)[document]
     key_rows = (padded.cumsum(0) - padded)[document] + local
+    alive = torch.ones((tokens, heads), dtype=torch.bool, device=device)
+    for token, head, _ in dead_rows:
+        alive[token, head] = False
     gradients = None
     if reference:
-        lse, delta, *sums = differentiate_dense(q, k, v, grad_out, selection, document, local, softmax_scale)
+        lse, delta, *sums = differentiate_dense(q, k, v, grad_out, selection, document, local, alive, softmax_scale)
         gradients = (sums[0], sums[1], sums[2])
     else:
         lse = torch.full((tokens, heads), math.log(min(topk, 4) * 128.0) + 0.5, device=device)
         delta = torch.zeros_like(lse)
+    for token, head, value in dead_rows:
+        lse[token, head], delta[token, head] = value, math.nan
 
     def align(compact: torch.Tensor) -> torch.Tensor:
         aligned = compact.new_full((int(padded.sum()), *compact.shape[1:]), math.nan)
@@ -113,6 +122,7 @@ def differentiate_dense(
     selection: torch.Tensor,
     document: torch.Tensor,
     local: torch.Tensor,
+    alive: torch.Tensor,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """lse, delta, dq, dk, dv in float64 from the full score matrix of one head at a time."""
@@ -130,7 +140,7 @@ def differentiate_dense(
             q_head, do_head = q[:, head].double(), grad_out[:, head].double()
             scores = (q_head @ k_head.T * softmax_scale).masked_fill_(~visible, -math.inf)
             lse[:, head] = scores.logsumexp(1)
-            p = torch.exp(scores - lse[:, head, None]).masked_fill_(~visible, 0.0)
+            p = torch.exp(scores - lse[:, head, None]).masked_fill_(~(visible & alive[:, head, None]), 0.0)
             delta[:, head] = (p @ v_head * do_head).sum(1)
             ds = p * (do_head @ v_head.T - delta[:, head, None]) * softmax_scale
             dq[:, head] = ds @ k_head

@@ -46,7 +46,6 @@ from msa_vendored.backward.sm90_ops import (
     red_add_f32x4,
     store_matrix_x4,
     swizzled,
-    unpack_bf16,
 )
 
 HEAD_DIM = 128
@@ -60,8 +59,9 @@ CONSUMERS = 2 * WARPGROUP
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 TILE_BYTES = ROWS * HEAD_DIM * 2
-STATISTICS = 8
-"""Words of ``info`` before the key limits of the slots: kv head, key block, flags, valid keys, 4 unused."""
+PLACE = 8
+"""Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
+token row of a query to its last visible key in the block, 2 unused."""
 FIRST, LAST, MASKED = 1, 2, 4
 BARRIER_DS = 1
 """Named barriers 1, 2: dS of half 0, 1 is stored; 3, 4: the other warpgroup may overwrite it; 5: K and V are cleaned;
@@ -115,7 +115,9 @@ class MainBackwardSm90:
         self.half_offset = 8 * 64 if ratio == 16 else 8 * self.group_stride
         self.column_stride = ratio * 64 if self.wide else ROWS * 64
         self.slot_stride = ratio * HEAD_DIM if self.wide else ratio * 64
-        self.info_words = STATISTICS + 2 * self.slots
+        # 128 token rows of one head do not fit in shared memory; they are then read from the table again.
+        self.rows_shared = ratio > 1
+        self.info_words = PLACE + (self.slots if self.rows_shared else 0)
 
     def _mma(self, n: int, a_source: Any, a_major: Any, b_major: Any) -> Any:
         operation = warpgroup.MmaF16BF16Op(BFloat16, Float32, (HALF, n, 16), a_source, a_major, b_major)
@@ -255,7 +257,7 @@ class MainBackwardSm90:
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(shared, mmas, descriptor, dq_sum, dk_sum, dv_sum, softmax_scale)
+            self.consume(shared, mmas, task_qrows, descriptor, dq_sum, dk_sum, dv_sum, softmax_scale)
 
     @cute.jit
     def chunk_interval(self, chunk: Int32, descriptor: cute.Tensor) -> tuple[Int32, Int32]:
@@ -380,8 +382,8 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
                 info = shared.info.data_ptr() + stage * self.info_words
                 info = cute.make_tensor(info, cute.make_layout(self.info_words))
-                masked = self.load_limits(info, task_qrows, task_qpos, task, block, lane)
-                if masked:
+                distance = task_qpos[task, 0] - task_qrows[task, 0] - block * KEYS
+                if self.load_token_rows(info, task_qrows, task, distance, lane):
                     flags = flags | MASKED
                 self.load_rows(shared, lse, delta, task_qrows, task, head, stage, lane, softmax_scale)
                 if lane == 0:
@@ -389,31 +391,26 @@ class MainBackwardSm90:
                     info[1] = block
                     info[2] = flags
                     info[3] = cutlass.min(keys, KEYS)
+                    info[4] = task
+                    info[5] = distance
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
                 count += 1
 
     @cute.jit
-    def load_limits(
-        self,
-        info: cute.Tensor,
-        task_qrows: cute.Tensor,
-        task_qpos: cute.Tensor,
-        task: Int32,
-        block: Int32,
-        lane: Int32,
+    def load_token_rows(
+        self, info: cute.Tensor, task_qrows: cute.Tensor, task: Int32, distance: Int32, lane: Int32
     ) -> Boolean:
-        """Token row and last visible key of each slot; whether any key of the block is hidden from any of them."""
+        """Token row of each slot; whether any key of the block is hidden from any of them."""
         hidden = Boolean(False)
         for base in cutlass.range_constexpr(0, self.slots, 32):
             slot = base + lane
             if slot < self.slots:
                 row = task_qrows[task, slot]
-                limit = task_qpos[task, slot] - block * KEYS
-                info[STATISTICS + slot] = row
-                info[STATISTICS + self.slots + slot] = limit
-                if row >= 0 and limit < KEYS - 1:
+                if cutlass.const_expr(self.rows_shared):
+                    info[PLACE + slot] = row
+                if row >= 0 and row + distance < KEYS - 1:
                     hidden = Boolean(True)
         return cute.arch.vote_any_sync(hidden)
 
@@ -455,6 +452,7 @@ class MainBackwardSm90:
         self,
         shared: Any,
         mmas: Any,
+        task_qrows: cute.Tensor,
         descriptor: cute.Tensor,
         dq_sum: cute.Tensor,
         dk_sum: cute.Tensor,
@@ -488,9 +486,10 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
                 for half in cutlass.range_constexpr(2):
                     self.process_half(
-                        shared, mma_s, mma_kv, dk, dv, info, flags, half, stage, thread, group, softmax_scale
+                        shared, mma_s, mma_kv, dk, dv, info, task_qrows, flags, half, stage, thread, group,
+                        softmax_scale,
                     )
-                self.add_dq(shared, mma_q, dq_sum, info, stage, flags, thread, group)
+                self.add_dq(shared, mma_q, dq_sum, info, task_qrows, flags, thread, group)
                 if flags & LAST:
                     self.flush(dk, dk_sum, info, thread, group)
                     self.flush(dv, dv_sum, info, thread, group)
@@ -531,6 +530,7 @@ class MainBackwardSm90:
         dk: cute.Tensor,
         dv: cute.Tensor,
         info: cute.Tensor,
+        task_qrows: cute.Tensor,
         flags: Int32,
         half: cutlass.Constexpr,
         stage: Int32,
@@ -565,7 +565,7 @@ class MainBackwardSm90:
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if flags & MASKED:
-            self.hide_keys(s, info, half, thread, group)
+            self.hide_keys(s, info, task_qrows, half, thread, group)
         base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
         statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
         scale_log2 = softmax_scale * LOG2_E
@@ -574,20 +574,14 @@ class MainBackwardSm90:
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
             for i in cutlass.range_constexpr(4):
                 s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
-            for i in cutlass.range_constexpr(2):
-                p_words[group8 * 2 + i] = pack_bf16(s[group8 * 4 + 2 * i], s[group8 * 4 + 2 * i + 1])
-        warpgroup.fence()
-        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
         for group8 in cutlass.range_constexpr(8):
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
             for i in cutlass.range_constexpr(2):
                 at = group8 * 4 + 2 * i
-                # P again from its rounded form: 32 registers less are live while dP is.
-                p_low, p_high = unpack_bf16(p_words[group8 * 2 + i])
-                low = p_low * fma(dp[at], softmax_scale, -pair[0])
-                high = p_high * fma(dp[at + 1], softmax_scale, -pair[1])
+                low = s[at] * fma(dp[at], softmax_scale, -pair[0])
+                high = s[at + 1] * fma(dp[at + 1], softmax_scale, -pair[1])
+                p_words[group8 * 2 + i] = pack_bf16(s[at], s[at + 1])
                 ds_words[group8 * 2 + i] = pack_bf16(low, high)
         if group != half:
             cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
@@ -596,23 +590,33 @@ class MainBackwardSm90:
         if group != half:
             cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
         warpgroup.fence()
+        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
         multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
         if cutlass.const_expr(half == 0):
             warpgroup.wait_group(0)
 
+    def token_row(self, info: cute.Tensor, task_qrows: cute.Tensor, slot: Any) -> Int32:
+        """Row of q of a slot, -1 if it holds no query."""
+        return info[PLACE + slot] if self.rows_shared else task_qrows[info[4], slot]
+
     @cute.jit
     def hide_keys(
-        self, s: cute.Tensor, info: cute.Tensor, half: cutlass.Constexpr, thread: Int32, group: Int32
+        self,
+        s: cute.Tensor,
+        info: cute.Tensor,
+        task_qrows: cute.Tensor,
+        half: cutlass.Constexpr,
+        thread: Int32,
+        group: Int32,
     ) -> None:
         """-inf where the key comes after the query."""
         key = group * HALF + thread // 32 * 16 + thread % 32 // 4
-        limits = STATISTICS + self.slots
         for group8 in cutlass.range_constexpr(8):
             for i in cutlass.range_constexpr(2):
                 column = group8 * 8 + thread % 4 * 2 + i
                 slot = column // 8 if self.ratio == 16 else (half * HALF + column) // self.ratio
-                limit = info[limits + slot]
+                limit = self.token_row(info, task_qrows, slot) + info[5]
                 for below in cutlass.range_constexpr(2):
                     if key + below * 8 > limit:
                         s[group8 * 4 + below * 2 + i] = -Float32.inf
@@ -634,7 +638,7 @@ class MainBackwardSm90:
         mma_q: Any,
         dq_sum: cute.Tensor,
         info: cute.Tensor,
-        stage: Int32,
+        task_qrows: cute.Tensor,
         flags: Int32,
         thread: Int32,
         group: Int32,
@@ -662,10 +666,18 @@ class MainBackwardSm90:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
-        self.reduce_dq(dq, dq_sum, info, thread, group)
+        self.reduce_dq(dq, dq_sum, info, task_qrows, thread, group)
 
     @cute.jit
-    def reduce_dq(self, dq: cute.Tensor, dq_sum: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
+    def reduce_dq(
+        self,
+        dq: cute.Tensor,
+        dq_sum: cute.Tensor,
+        info: cute.Tensor,
+        task_qrows: cute.Tensor,
+        thread: Int32,
+        group: Int32,
+    ) -> None:
         """Add a dQ fragment to its rows of global memory, 16 bytes at a time, in the order of ``dq_sum_index``."""
         head, lane = info[0], thread % 32
         size = 2 if self.bf16_sum else 4
@@ -678,7 +690,7 @@ class MainBackwardSm90:
                 slot, first = row8, group * 8
             else:
                 slot, first = ((group * 8 + row8) * 8 + lane // 4) // self.ratio, 0
-            token = info[STATISTICS + slot]
+            token = self.token_row(info, task_qrows, slot)
             if token >= 0:
                 row = Int64(token) * Int64(dq_sum.shape[1]) + (head * self.ratio + first)
                 address = base + row * (HEAD_DIM * size) + (lane % (heads * 4)) * 16
@@ -691,7 +703,9 @@ class MainBackwardSm90:
                         red_add_f32x4(target, values)
 
     @cute.jit
-    def flush(self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
+    def flush(
+        self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32
+    ) -> None:
         """Add dK or dV of a segment to global memory, in the order of ``dkv_sum_index``, and clear it."""
         block = Int64(info[1]) * Int64(target.shape[1]) + Int64(info[0])
         base = target.iterator.toint() + (block * 2 + group) * (HALF * HEAD_DIM * 4) + thread * 16

@@ -1,0 +1,77 @@
+"""The backward's main kernel for Hopper: in the emulator, and (marked gpu) on the card.
+
+A child process emulates, because the DSL reads its target when it is imported. Tolerances: P and dS are rounded to
+bf16 (2^-9 = 2.0e-3 at most, 1.1e-3 to 1.7e-3 root mean square) before products in fp32, so 3e-3 for dK, dV and fp32
+sums of dQ. A bf16 sum rounds once per key block on top: 3e-3 for up to 4 of them, 7e-3 for 16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+TOLERANCE, SUM_TOLERANCE_16 = 3e-3, 7e-3
+EAGER, LAZY, RANDOM = ("eager", 0), ("lazy", 0), ("random", 3)
+
+CASES: dict[str, dict[str, Any]] = {
+    "many_segments": {"lengths": [140, 37, 1], "schedules": [EAGER, LAZY, RANDOM]},
+    "one_long_segment_per_cta": {"lengths": [260], "topk": 2, "window": 512, "rows_per_chunk": 64, "schedules": [RANDOM]},
+    "fp32_sums_two_heads": {"lengths": [133], "dq_accumulation": "fp32", "kv_heads": 2, "schedules": [RANDOM]},
+    "documents_of_1_2_3_127_129": {"lengths": [1, 2, 3, 127, 129], "topk": 2, "grid": 3},
+    "hot_block": {"lengths": [200], "selection": "hot"},
+    "nothing_selected": {"lengths": [60, 5], "selection": "none"},
+    "lse_not_finite": {"lengths": [40], "dead_rows": True},
+    "tiny_gradients": {"lengths": [40], "grad_scale": 1e-6, "dq_accumulation": "fp32"},
+    "huge_gradients": {"lengths": [40], "grad_scale": 1e4, "dq_accumulation": "fp32"},
+    "ratio_8": {"lengths": [140], "ratio": 8, "schedules": [RANDOM]},
+    "ratio_2": {"lengths": [140, 3], "ratio": 2, "dq_accumulation": "fp32", "schedules": [RANDOM]},
+}
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Every case under its schedules; one process compiles each kernel once."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "backward_sm90_emulated"],
+        input="\n".join(json.dumps(case) for case in CASES.values()),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=tmp_path_factory.mktemp("backward_sm90"),
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    results = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    return {name: [next(results) for _ in case.get("schedules", [EAGER])] for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_gradients_agree_with_float64(emulated: dict[str, list[dict[str, Any]]], case: str) -> None:
+    """A wrong layout, mask, scale or element order, and a NaN that spreads, fail here."""
+    for run in emulated[case]:
+        assert max(run["errors"]) <= TOLERANCE
+        assert run["outside"] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_kernel_has_no_race(emulated: dict[str, list[dict[str, Any]]], case: str) -> None:
+    """A missing barrier, wait or proxy fence fails here even where the result happens to be right."""
+    for run in emulated[case]:
+        assert run["findings"] == []
+
+
+def test_emulated_cases_have_work(emulated: dict[str, list[dict[str, Any]]]) -> None:
+    """Tables that are empty by mistake would make every case above pass on zeros."""
+    for name, runs in emulated.items():
+        assert all((run["tasks"] > 0) == (name != "nothing_selected") for run in runs)
+        assert all(math.isfinite(error) for run in runs for error in run["errors"])
