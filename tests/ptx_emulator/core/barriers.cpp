@@ -1,4 +1,5 @@
 // mbarriers, named barriers, proxy fences and the register pool of setmaxnreg.
+#include <algorithm>
 #include "machine.h"
 
 // Every use of an mbarrier must come after its initialisation: by a thread, ordinary happens-before; by the
@@ -135,11 +136,21 @@ void Cta::release_named(NamedBarrier& barrier) {
   progress++;
 }
 
+// A warp has ended: barriers of the whole CTA wait for one less, as the CUDA programming guide says of __syncthreads.
+void Cta::leave_barriers() {
+  for (NamedBarrier& barrier : named_) {
+    if (!barrier.arrived || !barrier.whole) continue;
+    barrier.needed -= 32;
+    if (barrier.arrived == barrier.needed) release_named(barrier);
+  }
+}
+
 // Returns whether the warp goes on at once.
 bool Cta::run_named(Warp& w, const Instr& i, const s32* o, u32 m) {
   enum { SYNC, ARRIVE, RED };
   u32 id = uniform(w, o[0], m, "barrier number");
-  u32 count = o[1] >= 0 ? uniform(w, o[1], m, "barrier thread count") : (threads + 31) / 32 * 32;
+  const u32 ended = (u32)std::count_if(warps.begin(), warps.end(), [](const Warp& x) { return x.state == WarpState::DONE; });
+  u32 count = o[1] >= 0 ? uniform(w, o[1], m, "barrier thread count") : (warps_count - ended) * 32;
   if (id > 16 || !count || count % 32 || count > (threads + 31) / 32 * 32)
     FAULT("barrier-misuse", "barrier %u for %u threads", id, count);
   if (i.a == ARRIVE && o[1] < 0) FAULT("barrier-misuse", "bar.arrive without a thread count");
@@ -149,6 +160,7 @@ bool Cta::run_named(Warp& w, const Instr& i, const s32* o, u32 m) {
   for (u32 waiting : barrier.waiting)
     if (waiting == w.id) FAULT("barrier-misuse", "warp %u arrives twice at barrier %u", w.id, id);
   barrier.needed = count;
+  barrier.whole = o[1] < 0;
   barrier.arrived += 32;
   barrier.pc = w.pc;
   progress++;

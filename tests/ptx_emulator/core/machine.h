@@ -81,6 +81,7 @@ struct Mbarrier {
 
 struct NamedBarrier {
   u32 arrived = 0, needed = 0, reduced = 0;
+  bool whole = false;  // for all threads of the CTA: those that have ended are not waited for
   s32 pc = -1;
   std::vector<u32> waiting;
   View view;
@@ -194,7 +195,7 @@ class Cta {
   void load(Warp& w, const Instr& i, const s32* o, u32 m);
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
-  u8* atomic_place(Warp& w, u64 address, u32 bytes, u32 space);
+  u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
   bool is_shared_window(u64 address) const;
 
   // barriers.cpp
@@ -206,6 +207,7 @@ class Cta {
   bool wait_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m);
   bool run_named(Warp& w, const Instr& i, const s32* o, u32 m);
   void release_named(NamedBarrier& barrier);
+  void leave_barriers();
   bool set_registers(Warp& w, const Instr& i);
   void fence(Warp& w, const Instr& i);
   void check_leftovers();

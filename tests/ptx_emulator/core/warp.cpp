@@ -215,7 +215,11 @@ Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
     case KIND_RET:
       exit_lanes(w, m);
       if (!w.mask) {
-        if (w.others.empty()) { w.state = WarpState::DONE; return Outcome::STOP; }
+        if (w.others.empty()) {
+          w.state = WarpState::DONE;
+          leave_barriers();
+          return Outcome::STOP;
+        }
         // Parked groups may have been waiting for the lanes that left.
         for (Group& group : w.others) group.parked = false;
         return Outcome::CONTINUE;
