@@ -41,7 +41,7 @@ class KernelUse:
 
     Attributes:
         function: ``module.compile_<stage>``.
-        options: structural options, such as ``"ratio=16"``.
+        options: values of the structural options, such as ``"16 bf16"``.
         arch: compiled for.
         kernel: name of the device function.
         threads: of a CTA.
@@ -137,7 +137,7 @@ def measure(compile_stage: Callable[..., Any], *, arch: str, **options: Any) -> 
         uses.append(
             KernelUse(
                 function=name,
-                options=" ".join(f"{key}={value}" for key, value in options.items()),
+                options=" ".join(str(value).replace(" ", "") for value in options.values()),
                 arch=arch,
                 kernel=_short(text.kernel),
                 threads=text.threads or 0,
@@ -195,7 +195,7 @@ def print_uses(uses: list[KernelUse]) -> None:
     )
     rows = [header] + [
         (
-            use.function.removesuffix(f".{use.function.rpartition('.')[2]}"), use.options, use.kernel,
+            use.function.rpartition("compile_")[2], use.options, use.kernel,
             str(use.threads), str(use.registers), str(use.lane_registers), "/".join(map(str, use.setmaxnreg)) or "-",
             str(use.local_bytes), str(use.shared_bytes), str(use.tmem_columns), str(use.barriers), str(use.seconds),
         )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
+
 from msa_vendored.backward.main_sm90 import dkv_sum_index, dq_sum_index
 
 
@@ -39,7 +39,7 @@ class Call:
             tensor.zero_()
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq like q; dk and dv of the tokens, ``[T, Hkv, 128]``; sums in ordinary order, not rounded."""
+        """The gradients: dq like q; dk and dv of the tokens, ``[T, Hkv, 128]``; sums in ordinary order, not rounded."""
         heads = min(self.problem.ratio, 8)
         bf16 = self.dq_sum.dtype == torch.bfloat16
         where = [[dq_sum_index(r, d, heads=heads, bf16=bf16) for d in range(128)] for r in range(heads)]

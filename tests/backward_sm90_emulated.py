@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
@@ -23,6 +22,7 @@ if __name__ == "__main__":
 
 from backward_cases import Problem, make_problem, relative_error
 from backward_sm90 import Call, prepare_call
+
 from msa_vendored.backward.main_sm90 import compile_main
 
 
@@ -134,9 +134,7 @@ def _result(schedule: str, seed: int, problem: Problem, call: Call, report: Repo
     total = [float(t.double().abs().sum()) for t in (call.dk_sum, call.dv_sum)]
     outside = [abs(a - b) / max(a, 1.0) for a, b in zip(total, inside, strict=True)]
     tasks = int(call.tables.descriptor[0])
-    return Result(
-        schedule, seed, errors, max(outside), tasks, report.instructions, [str(f) for f in report.findings]
-    )
+    return Result(schedule, seed, errors, max(outside), tasks, report.instructions, [str(f) for f in report.findings])
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
@@ -119,7 +119,7 @@ def select_blocks(case: Case, random: torch.Generator) -> list[torch.Tensor]:
 
 
 def differentiate(q: Any, k: Any, v: Any, grad_out: Any, visible: Any, scale: float, dead: Any) -> list[torch.Tensor]:
-    """Float64 out, lse, dq, dk, dv of one document and key head. q ``[n, ratio, D]``, k ``[m, D]``; dead ``[n, ratio]``."""
+    """Float64 out, lse, dq, dk, dv of one document and key head; q ``[n, ratio, D]``, k ``[m, D]``."""
     logits = torch.einsum("nhd,md->nhm", q, k) * scale
     logits = logits.masked_fill(~visible[:, None, :], -math.inf)
     lse = logits.logsumexp(dim=2)
@@ -212,11 +212,12 @@ def compile_kernel(ratio: int, accumulation: str) -> Any:
     """The compiled kernel; one call of :func:`cute_host.prepare` must have come before."""
     from msa_vendored.backward.main_sm100 import compile_main
 
-    return cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=accumulation))
+    arch = os.environ["CUTE_DSL_ARCH"]  # set by prepare()
+    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, dq_accumulation=accumulation))
 
 
 def read_accumulators(case: Case, pool: torch.Tensor, dkv: torch.Tensor) -> list[torch.Tensor]:
-    """dq, dk, dv in float64 from the layouts that ``sm100_layout`` documents."""
+    """dq, dk, dv from the layouts that ``sm100_layout`` documents, rounded to bf16 as the results are, in float64."""
     from msa_vendored.backward.sm100_layout import head_group
 
     group = head_group(case.ratio, pool.element_size())
@@ -224,7 +225,7 @@ def read_accumulators(case: Case, pool: torch.Tensor, dkv: torch.Tensor) -> list
     dq = pool.double().view(-1, heads // group, DIM, group).transpose(2, 3).reshape(-1, heads, DIM)
     blocks = dkv.double().view(2, -1, case.key_heads, DIM // 4, BLOCK, 4)
     dk, dv = blocks.permute(0, 1, 4, 2, 3, 5).reshape(2, -1, case.key_heads, DIM)
-    return [dq, dk, dv]
+    return [x.bfloat16().double() for x in (dq, dk, dv)]
 
 
 def reached_rows(problem: Problem, name: str) -> torch.Tensor:
@@ -242,17 +243,36 @@ def reached_rows(problem: Problem, name: str) -> torch.Tensor:
     return reached
 
 
-def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -> Result:
-    """One run of the kernel."""
+def launch(case: Case, problem: Problem, options: Options, report: Report) -> tuple[torch.Tensor, torch.Tensor]:
+    """The accumulators after one launch."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.accumulation]
     p = problem
     pool, dkv = torch.zeros(p.q.numel(), dtype=dtype), torch.zeros(2 * p.k.numel())
-    checks = Options().checks if checked else frozenset()
-    report, started = Report(), time.perf_counter()
     arguments = (p.q, p.grad_out, p.k, p.v, p.lse, p.delta, p.meta, p.query_rows, p.query_positions, p.descriptor)
     arguments += (p.cu_seqlens, p.workspace_starts, pool, dkv, DIM**-0.5, case.ctas)
-    function = compile_kernel(case.ratio, case.accumulation)
-    function.run(arguments, Options(schedule, seed, checks), report)
+    compile_kernel(case.ratio, case.accumulation).run(arguments, options, report)
+    return pool, dkv
+
+
+def count_segments(problem: Problem, ctas: int) -> int:
+    """Runs of tasks of one key head and block, over the CTAs' walks."""
+    tasks, size, full, tail, chunks = problem.descriptor[:5].tolist()
+    total = 0
+    for cta in range(ctas):
+        walk: list[int] = []
+        for chunk in range(cta, chunks, ctas):
+            begin = chunk * size if chunk < full else full * size + (chunk - full) * tail
+            walk += range(begin, min(begin + (size if chunk < full else tail), tasks))
+        keys = [tuple(problem.meta[task, 1:3].tolist()) for task in walk]
+        total += sum(i == 0 or keys[i] != keys[i - 1] for i in range(len(keys)))
+    return total
+
+
+def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -> Result:
+    """One run of the kernel."""
+    p, report, started = problem, Report(), time.perf_counter()
+    options = Options(schedule, seed, Options().checks if checked else frozenset())
+    pool, dkv = launch(case, problem, options, report)
     seconds = time.perf_counter() - started
     got = read_accumulators(case, pool, dkv)
     errors, largest, stray = {}, {}, 0
@@ -260,11 +280,10 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
         errors[name] = float((a - b).norm() / b.norm().clamp(min=1e-300))
         largest[name] = float((a - b).abs().max())
         stray += int((a[~reached_rows(p, name)] != 0).sum())
-    changes = (p.meta[1:, 1:3] != p.meta[:-1, 1:3]).any(dim=1)
-    return Result(
-        schedule, seed, errors, largest, sum(int(a.isnan().sum()) for a in got), stray, p.meta.shape[0],
-        int(changes.sum()) + 1, report.instructions, seconds, [str(f) for f in report.findings], sorted(report.kinds),
-    )  # fmt: skip
+    nans = sum(int(a.isnan().sum()) for a in got)
+    counts = (p.meta.shape[0], count_segments(p, case.ctas), report.instructions)
+    findings = [str(finding) for finding in report.findings]
+    return Result(schedule, seed, errors, largest, nans, stray, *counts, seconds, findings, sorted(report.kinds))
 
 
 def main() -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.checks import UnsupportedArgumentError
 from msa_vendored.backward.error_word import ErrorWord, ScheduleError
 from msa_vendored.backward.plan import Sizes, plan_call
-from msa_vendored.backward.stages import MainArguments, Stages, Structure, arch_of, load_stages
+from msa_vendored.backward.stages import MainArguments, Stages, Structure, Walk, arch_of, load_stages
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference import BackwardSchedule
@@ -125,6 +124,13 @@ def test_scales_are_taken_as_they_are() -> None:
     assert [require_scale(scale) for scale in (None, 0, -2.5)] == [128**-0.5, 0.0, -2.5]
 
 
+@pytest.fixture(autouse=True)
+def no_device_remembered() -> Iterator[None]:
+    arch_of.cache_clear()
+    yield
+    arch_of.cache_clear()
+
+
 WRONG_DEVICES = [((8, 0), "A100", "A100, compute capability 8.0"), ((12, 0), "B40", "B40, compute capability 12.0")]
 
 
@@ -219,14 +225,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    fake = Stages(record("delta"), record("build_tasks"), record("main"), record("postprocess"), chunk_rows=None)
+    fake = Stages(record("delta"), record("build_tasks"), record("main"), record("postprocess"), Walk(512, 64))
     monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
-    monkeypatch.setattr(engine, "load_stages", lambda structure: [calls.append(("load", structure)), fake][1])
+
+    def load(structure: Structure) -> Stages:
+        calls.append(("load", structure))
+        return fake
+
+    monkeypatch.setattr(engine, "load_stages", load)
     monkeypatch.setattr(engine, "_ready", set())
     monkeypatch.setattr(error_word, "_words", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    properties = SimpleNamespace(multi_processor_count=148)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(engine, "count_multiprocessors", lambda device: 148)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return calls
 
@@ -251,7 +261,7 @@ def test_stages_run_in_order_on_one_allocation(recorded: list[tuple[str, Any]]) 
     assert post[1].data_ptr() == dq.data_ptr()
     assert post[3].data_ptr() == dk.data_ptr()
     assert dv.data_ptr() - dk.data_ptr() == dk.numel() * 2
-    assert main.grid == min(148, plan_call(check(call)).capacity)
+    assert main.grid == min(148, plan_call(check(call), 512).capacity)
     workspace = {t.untyped_storage().data_ptr() for t in (main.delta, main.task_meta, main.dq_sum, main.dkv_sum)}
     assert len(workspace) == 1
     assert not main.dq_sum.any()
@@ -336,7 +346,7 @@ SIZES = st.builds(
 @given(SIZES)
 def test_the_plan_has_the_documented_size(sizes: Sizes) -> None:
     """Guards the memory that the docstring promises, and tables that are smaller than the capacity."""
-    plan = plan_call(sizes)
+    plan = plan_call(sizes, 512)
     shapes = {region.name: region.shape for region in plan.workspace.regions}
     slots = 128 // sizes.ratio
     assert shapes["task_meta"] == (plan.capacity, 4)

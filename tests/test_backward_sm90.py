@@ -23,7 +23,13 @@ EAGER, LAZY, RANDOM = ("eager", 0), ("lazy", 0), ("random", 3)
 
 CASES: dict[str, dict[str, Any]] = {
     "many_segments": {"lengths": [140, 37, 1], "schedules": [EAGER, LAZY, RANDOM]},
-    "one_long_segment_per_cta": {"lengths": [260], "topk": 2, "window": 512, "rows_per_chunk": 64, "schedules": [RANDOM]},
+    "one_long_segment_per_cta": {
+        "lengths": [260],
+        "topk": 2,
+        "window": 512,
+        "rows_per_chunk": 64,
+        "schedules": [RANDOM],
+    },
     "fp32_sums_two_heads": {"lengths": [133], "dq_accumulation": "fp32", "kv_heads": 2, "schedules": [RANDOM]},
     "documents_of_1_2_3_127_129": {"lengths": [1, 2, 3, 127, 129], "topk": 2, "grid": 3},
     "hot_block": {"lengths": [200], "selection": "hot"},

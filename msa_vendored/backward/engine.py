@@ -19,7 +19,7 @@ from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
 from msa_vendored.backward.plan import Sizes, plan_call
 from msa_vendored.backward.schedule import MSABackwardSchedule, aligned_schedule
-from msa_vendored.backward.stages import MainArguments, Stages, Structure, arch_of, load_stages
+from msa_vendored.backward.stages import MainArguments, Stages, Structure, arch_of, count_multiprocessors, load_stages
 from msa_vendored.backward.tasks import grid_bound
 from msa_vendored.errors import MSAVendoredError
 
@@ -99,9 +99,10 @@ def run_backward(
         error = get_error_word(q.device)
         error.raise_seen()
         stages = load_stages(structure)
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
         operands = tuple(aligned_operand(t) for t in (q, k_aligned, v_aligned, grad_out, lse, out))
-        results = launch(stages, operands, aligned_schedule(schedule), sizes, scale, multiprocessors, error)
+        results = launch(
+            stages, operands, aligned_schedule(schedule), sizes, scale, count_multiprocessors(q.device), error
+        )
         _ready.add((q.device, structure))
         if check:
             error.raise_now()
@@ -133,7 +134,7 @@ def launch(
         error: into whose word the call's own is ORed in the end.
     """
     q, k, v, grad_out, lse, out = operands
-    plan = plan_call(sizes)
+    plan = plan_call(sizes, stages.walk.window)
     parts = plan.workspace.allocate(q.device)
     dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
     grid = grid_bound(plan.capacity, multiprocessors)
@@ -143,7 +144,7 @@ def launch(
     stages.build_tasks(
         schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
         parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
-        plan.window, grid, stages.rows_per_chunk(plan.capacity),
+        plan.window, grid, stages.walk.rows_per_chunk,
     )  # fmt: skip
     stages.main(
         MainArguments(

@@ -486,7 +486,18 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
                 for half in cutlass.range_constexpr(2):
                     self.process_half(
-                        shared, mma_s, mma_kv, dk, dv, info, task_qrows, flags, half, stage, thread, group,
+                        shared,
+                        mma_s,
+                        mma_kv,
+                        dk,
+                        dv,
+                        info,
+                        task_qrows,
+                        flags,
+                        half,
+                        stage,
+                        thread,
+                        group,
                         softmax_scale,
                     )
                 self.add_dq(shared, mma_q, dq_sum, info, task_qrows, flags, thread, group)
@@ -564,8 +575,6 @@ class MainBackwardSm90:
                  mma_s.make_fragment_B(thr_s.partition_B(do_rows)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        if flags & MASKED:
-            self.hide_keys(s, info, task_qrows, half, thread, group)
         base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
         statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
         scale_log2 = softmax_scale * LOG2_E
@@ -574,6 +583,9 @@ class MainBackwardSm90:
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
             for i in cutlass.range_constexpr(4):
                 s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
+        # A branch here keeps the exponentials before the wait for dP: ptxas does not move them across it.
+        if flags & MASKED:
+            self.hide_keys(s, info, task_qrows, half, thread, group)
         warpgroup.wait_group(0)
         for group8 in cutlass.range_constexpr(8):
             cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
@@ -603,14 +615,14 @@ class MainBackwardSm90:
     @cute.jit
     def hide_keys(
         self,
-        s: cute.Tensor,
+        p: cute.Tensor,
         info: cute.Tensor,
         task_qrows: cute.Tensor,
         half: cutlass.Constexpr,
         thread: Int32,
         group: Int32,
     ) -> None:
-        """-inf where the key comes after the query."""
+        """P = 0 where the key comes after the query."""
         key = group * HALF + thread // 32 * 16 + thread % 32 // 4
         for group8 in cutlass.range_constexpr(8):
             for i in cutlass.range_constexpr(2):
@@ -619,7 +631,7 @@ class MainBackwardSm90:
                 limit = self.token_row(info, task_qrows, slot) + info[5]
                 for below in cutlass.range_constexpr(2):
                     if key + below * 8 > limit:
-                        s[group8 * 4 + below * 2 + i] = -Float32.inf
+                        p[group8 * 4 + below * 2 + i] = Float32(0.0)
 
     @cute.jit
     def store_ds(self, shared: Any, words: cute.Tensor, half: cutlass.Constexpr, thread: Int32, group: Int32) -> None:
@@ -643,7 +655,7 @@ class MainBackwardSm90:
         thread: Int32,
         group: Int32,
     ) -> None:
-        """dQ of the 64 folded rows of half ``group``, added to global memory."""
+        """DQ of the 64 folded rows of half ``group``, added to global memory."""
         cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
         thr = mma_q.get_slice(thread)
         ds = cute.make_tensor(

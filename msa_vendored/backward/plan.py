@@ -65,14 +65,14 @@ class CallPlan:
 
 
 @lru_cache(maxsize=64)
-def plan_call(sizes: Sizes) -> CallPlan:
-    """Tables and workspace for these sizes.
+def plan_call(sizes: Sizes, window: int) -> CallPlan:
+    """Tables and workspace for these sizes; ``window`` is the narrowest that will do.
 
     Raises:
         ArgumentValueError: more key blocks than the task build can order.
     """
     s = sizes
-    window = choose_window(s.tokens, s.workspace_rows, s.key_heads)
+    window = choose_window(s.tokens, s.workspace_rows, s.key_heads, window=window)
     capacity = max(1, task_capacity(s.edge_capacity, s.work_capacity, s.key_heads, s.ratio, rows=s.rows))
     slots = queries_per_task(s.ratio)
     scratch_words = plan_scratch(s.key_heads, s.rows, s.tokens, s.workspace_rows, window).words

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from msa_vendored.backward.checks import UnsupportedArgumentError
 from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
-from msa_vendored.backward.tasks import DEFAULT_ROWS_PER_CHUNK
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
@@ -71,6 +71,24 @@ class MainArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class Walk:
+    """Runtime arguments of the task build that suit a main kernel.
+
+    Attributes:
+        window: queries per window of the task order; widened where there would be too many bins.
+        rows_per_chunk: tasks that a CTA takes at a time, at most.
+    """
+
+    window: int
+    rows_per_chunk: int
+
+
+WALKS = {"sm_90a": Walk(2048, 16), "sm_100a": Walk(512, 64), "sm_103a": Walk(512, 64)}
+"""SM90: the fastest of 24 pairs at 16,384 and 32,768 tokens on an H200 (chunks of 64: 4 to 11 % slower). SM100: NeMo's
+choice on B200; not measured by us."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """The four stages in the order of their launches; :func:`msa_vendored.backward.engine.launch` calls them.
 
@@ -80,22 +98,19 @@ class Stages:
         main: adds to ``dq_sum`` and ``dkv_sum``.
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
             :func:`msa_vendored.backward.postprocess.compile_postprocess`.
-        chunk_rows: tasks of one chunk of the walk at most; None if every CTA of the main kernel takes one chunk.
+        walk: how the main kernel likes its tasks ordered and cut.
     """
 
     delta: Kernel
     build_tasks: Kernel
     main: Callable[[MainArguments], None]
     postprocess: Kernel
-    chunk_rows: int | None
-
-    def rows_per_chunk(self, capacity: int) -> int:
-        """What the task build is told: at ``capacity`` there are never more chunks than CTAs."""
-        return capacity if self.chunk_rows is None else self.chunk_rows
+    walk: Walk
 
 
+@lru_cache(maxsize=64)
 def arch_of(device: torch.device) -> str:
-    """Architecture that kernels for ``device`` are compiled for.
+    """Architecture that kernels for ``device`` are compiled for. Remembered: asking the driver takes 10 us.
 
     Raises:
         UnavailableError: no GPU, or one that the kernels are not written for; the message names it.
@@ -114,6 +129,12 @@ def arch_of(device: torch.device) -> str:
         got=found,
         next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
     )
+
+
+@lru_cache(maxsize=64)
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel) -> Stages:
@@ -150,7 +171,7 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
         postprocess=load(
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
         ),
-        chunk_rows=DEFAULT_ROWS_PER_CHUNK if arch == "sm_90a" else None,
+        walk=WALKS[arch],
     )
 
 
