@@ -18,6 +18,7 @@ from task_cases import make_large_case
 from msa_vendored.backward.delta import compile_delta
 from msa_vendored.backward.postprocess import compile_postprocess
 from msa_vendored.backward.task_build import compile_task_build
+from msa_vendored.backward.tasks import choose_owned_window
 
 HEADS, KV_HEADS, HEAD_DIM, TOPK = 64, 4, 128, 16
 CUDA = "cuda"
@@ -67,17 +68,17 @@ def time_delta(tokens: int) -> None:
     report("delta", time_ms(lambda: launch(out, grad, delta)), tokens * HEADS * (4 * HEAD_DIM + 4))
 
 
-def time_task_build(tokens: int, window: int) -> None:
+def time_task_build(tokens: int, window: int, walk: str = "even") -> None:
     """The task build, launched by the host and in a graph."""
     case = make_large_case(tokens, TOPK, device=CUDA)
-    tables = DeviceTables.allocate(case, window=window, multiprocessors=132, device=CUDA)
-    launch, arguments = compile_task_build(arch=ARCH, ratio=HEADS // KV_HEADS), tables.arguments(case)
-    tasks, edges = int(tables.descriptor[6]), int(case.row_ptr[:, -1].sum())
+    tables = DeviceTables.allocate(case, window=window, walk=walk, multiprocessors=132, device=CUDA)
+    launch, arguments = compile_task_build(arch=ARCH, ratio=HEADS // KV_HEADS, walk=walk), tables.arguments(case)
+    edges = int(case.row_ptr[:, -1].sum())
     eager = time_ms(lambda: launch(*arguments))
     tasks = int(tables.descriptor[6])
     size = edges * 4 + tasks * (4 + 2 * 8) * 4
-    report(f"tasks, window {window}", eager, size)
-    report(f"tasks, window {window}, in a graph", time_graph_ms(lambda: launch(*arguments)), size)
+    report(f"tasks, {walk}, {window}", eager, size)
+    report(f"tasks, {walk}, {window}, in a graph", time_graph_ms(lambda: launch(*arguments)), size)
     print(f"  {tasks} tasks, {edges} edges, {tables.scratch.numel() * 4 / 1e6:.1f} MB scratch", flush=True)
 
 
@@ -106,6 +107,8 @@ def main() -> None:
         time_delta(tokens)
         for window in (512, 2048):
             time_task_build(tokens, window)
+        time_task_build(tokens, choose_owned_window(tokens, tokens, KV_HEADS, 132), "windows")
+        time_task_build(tokens, tokens, "blocks")
         for pools in POOLS:
             time_postprocess(tokens, pools)
 

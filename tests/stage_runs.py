@@ -26,9 +26,9 @@ from msa_vendored.backward.pool_order import (
     parse_order,
     sm90_dq_order,
 )
+from msa_vendored.backward.task_mirror import Geometry, build_tasks
 from msa_vendored.backward.tasks import (
-    Geometry,
-    build_tasks,
+    descriptor_words,
     grid_bound,
     plan_scratch,
     queries_per_task,
@@ -69,21 +69,26 @@ class DeviceTables:
         window: int = 64,
         capacity: int | None = None,
         multiprocessors: int = 8,
+        walk: str = "even",
         device: str = "cpu",
     ) -> DeviceTables:
         heads, rows = case.row_ptr.shape[0], case.row_ptr.shape[1] - 1
         edges, items = case.q_indices.shape[1], case.scheduler_metadata.shape[0]
-        capacity = task_capacity(edges, items, heads, ratio, rows=rows) if capacity is None else capacity
+        window = case.tokens if walk == "blocks" else window
+        windows = -(-case.tokens // window) if walk == "windows" else 1
+        if capacity is None:
+            capacity = task_capacity(edges, items, heads, ratio, rows=rows, windows=windows)
         grid = grid_bound(capacity, multiprocessors)
-        geometry = Geometry(case.tokens, case.workspace_rows, ratio, window, capacity, grid)
-        words = plan_scratch(heads, rows, case.tokens, case.workspace_rows, window).words
+        geometry = Geometry(case.tokens, case.workspace_rows, ratio, window, capacity, grid, walk=walk)
+        words = plan_scratch(heads, rows, case.tokens, case.workspace_rows, window, walk=walk).words
         width = queries_per_task(ratio)
 
         def poisoned(*shape: int) -> torch.Tensor:
             return torch.full(shape, POISON, dtype=torch.int32, device=device)
 
-        tables = (poisoned(capacity, 4), poisoned(capacity, width), poisoned(capacity, width), poisoned(8))
-        return cls(geometry, poisoned(words), *tables, torch.zeros(1, dtype=torch.int32, device=device))
+        tables = (poisoned(capacity, 4), poisoned(capacity, width), poisoned(capacity, width))
+        descriptor = poisoned(descriptor_words(heads, case.tokens, case.workspace_rows, window, walk))
+        return cls(geometry, poisoned(words), *tables, descriptor, torch.zeros(1, dtype=torch.int32, device=device))
 
     def arguments(self, case: TaskCase) -> tuple[Any, ...]:
         """What the compiled build takes."""
@@ -96,7 +101,9 @@ class DeviceTables:
     def require_equal(self, case: TaskCase) -> None:
         """The mirror's tables, bit for bit, and not a word beyond them."""
         expected = build_tasks(case.to("cpu"), self.geometry)
-        assert self.descriptor.tolist() == expected.descriptor.tolist()
+        words = expected.descriptor.shape[0]
+        assert self.descriptor[:words].tolist() == expected.descriptor.tolist()
+        assert bool((self.descriptor[words:] == POISON).all())
         assert int(self.error_word) == expected.error_word
         tasks = expected.meta.shape[0]
         for name in ("meta", "query_rows", "query_positions"):
@@ -189,8 +196,8 @@ class Emulated:
 
     def build(self, case: TaskCase, *, schedule: str = "eager", seed: int = 0, **options: Any) -> DeviceTables:
         tables = DeviceTables.allocate(case, **options)
-        ratio = tables.geometry.ratio
-        self.launch("tasks", *tables.arguments(case), schedule=schedule, seed=seed, ratio=ratio)
+        options_compiled = {"ratio": tables.geometry.ratio, "walk": tables.geometry.walk}
+        self.launch("tasks", *tables.arguments(case), schedule=schedule, seed=seed, **options_compiled)
         tables.require_equal(case)
         return tables
 
@@ -229,8 +236,18 @@ def check_ratios(run: Emulated, ratio: int) -> None:
 def check_corruptions(run: Emulated) -> None:
     case = make_task_case([300, 129, 5], heads=2)
     for name, bit, change in corruptions(case):
-        tables = run.build(change(case))
-        assert int(tables.error_word) & bit, name
+        for walk in ("even", "windows"):
+            tables = run.build(change(case), walk=walk)
+            assert int(tables.error_word) & bit, name
+
+
+def check_owned(run: Emulated, walk: str, ratio: int) -> None:
+    """Walks in which one CTA owns what it adds to; the last case has more windows, or blocks, than threads."""
+    for seed, documents in enumerate(([300, 7], [1], [520, 129, 2])):
+        case = make_task_case(documents, heads=1 + seed, topk=3, seed=seed, hot_block=seed == 2)
+        for window, capacity in ((16, None), (100, None), (100, 7)):
+            run.build(case, walk=walk, ratio=ratio, window=window, capacity=capacity)
+    run.build(make_task_case([1] * 280 + [30], heads=1, topk=1), walk=walk, ratio=ratio, window=1)
 
 
 def check_overflow(run: Emulated) -> None:
@@ -250,6 +267,10 @@ CHECKS: dict[str, Callable[[Emulated], None]] = {
     **{f"postprocess {name}": lambda run, name=name: check_postprocess(run, name) for name in POOLS},  # type: ignore[misc]
     "tasks, four schedules": check_schedules,
     **{f"tasks, ratio {r}": lambda run, r=r: check_ratios(run, r) for r in (1, 4, 16)},  # type: ignore[misc]
+    **{
+        f"tasks, walk by {walk}, ratio {ratio}": lambda run, walk=walk, ratio=ratio: check_owned(run, walk, ratio)  # type: ignore[misc]
+        for walk, ratio in (("windows", 16), ("windows", 1), ("blocks", 16))
+    },
     "tasks, inconsistent schedules": check_corruptions,
     "tasks, overflow": check_overflow,
     "tasks, many blocks, windows and items": check_many_blocks,

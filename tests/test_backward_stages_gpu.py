@@ -14,6 +14,8 @@ import torch
 from stage_runs import POOLS, DeviceTables, delta_model, parity_inputs, postprocess_arguments, random_bf16
 from task_cases import TaskCase, corruptions, make_large_case, make_task_case
 
+from msa_vendored.backward.tasks import WALKS
+
 pytestmark = pytest.mark.gpu
 
 TESTS = Path(__file__).resolve().parent
@@ -38,7 +40,7 @@ def postprocess(pools: str) -> Any:
 
 def build(case: TaskCase, **options: Any) -> DeviceTables:
     tables = DeviceTables.allocate(case, device=CUDA, **options)
-    compiled("tasks", ratio=tables.geometry.ratio)(*tables.arguments(case))
+    compiled("tasks", ratio=tables.geometry.ratio, walk=tables.geometry.walk)(*tables.arguments(case))
     return tables
 
 
@@ -120,11 +122,19 @@ def test_task_tables_equal_the_mirror(tokens: int, window: int) -> None:
         build(case, window=window, multiprocessors=132).require_equal(case)
 
 
+@pytest.mark.parametrize(("walk", "window"), [("windows", 993), ("blocks", 32_768)])
+def test_walks_by_owners_equal_the_mirror(walk: str, window: int) -> None:
+    """A chunk listed twice or not at all: gradients that are not repeatable, or missing."""
+    case = make_large_case(32_768, 16, device=CUDA)
+    build(case, walk=walk, window=window, multiprocessors=132).require_equal(case)
+
+
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8, 16])
-def test_ratios_and_documents(ratio: int) -> None:
+@pytest.mark.parametrize("walk", WALKS)
+def test_ratios_and_documents(ratio: int, walk: str) -> None:
     """Packed documents of every kind, gaps in the workspace, ragged and shuffled items."""
     case = make_task_case([127, 129, 1, 2, 3, 5, 128, 2177], heads=8, seed=ratio, gap_blocks=1, hot_block=True)
-    build(case.to(CUDA), ratio=ratio).require_equal(case)
+    build(case.to(CUDA), ratio=ratio, walk=walk).require_equal(case)
 
 
 def test_inconsistent_schedules_are_reported() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from task_cases import TaskCase, corruptions, make_task_case
 
 from msa_vendored.backward.checks import ArgumentValueError
+from msa_vendored.backward.task_mirror import Geometry, TaskTables, build_tasks
 from msa_vendored.backward.tasks import (
     BAD_ROW,
     INCONSISTENT,
@@ -21,14 +22,14 @@ from msa_vendored.backward.tasks import (
     RATIOS,
     TASK_ROWS,
     TASKS,
+    WALKS,
     WORK_ITEMS,
-    Geometry,
-    TaskTables,
     bin_count,
-    build_tasks,
+    choose_owned_window,
     choose_window,
     chunk_interval,
     cta_intervals,
+    descriptor_words,
     grid_bound,
     plan_scratch,
     plan_walk,
@@ -41,12 +42,15 @@ TABLES = ("meta", "query_rows", "query_positions", "descriptor")
 
 
 def geometry_of(
-    case: TaskCase, *, ratio: int = 16, window: int = 64, capacity: int | None = None, grid: int = 7
+    case: TaskCase, *, ratio: int = 16, window: int = 64, capacity: int | None = None, grid: int = 7, walk: str = "even"
 ) -> Geometry:
     heads, rows = case.row_ptr.shape[0], case.row_ptr.shape[1] - 1
     edges, items = case.q_indices.shape[1], case.scheduler_metadata.shape[0]
-    capacity = task_capacity(edges, items, heads, ratio, rows=rows) if capacity is None else capacity
-    return Geometry(case.tokens, case.workspace_rows, ratio, window, capacity, grid, rows_per_chunk=5)
+    window = case.tokens if walk == "blocks" else window
+    if capacity is None:
+        windows = -(-case.tokens // window) if walk == "windows" else 1
+        capacity = task_capacity(edges, items, heads, ratio, rows=rows, windows=windows)
+    return Geometry(case.tokens, case.workspace_rows, ratio, window, capacity, grid, rows_per_chunk=5, walk=walk)
 
 
 def edges_of_schedule(case: TaskCase) -> set[tuple[int, int, int, int]]:
@@ -72,13 +76,17 @@ def edges_of_tables(tables: TaskTables) -> list[tuple[int, int, int, int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(SIZES, st.sampled_from(RATIOS), st.integers(1, 4), st.integers(0, 2), st.integers(1, 400), st.integers(0, 99))
+@given(
+    SIZES, st.sampled_from(RATIOS), st.integers(1, 4), st.integers(0, 2), st.integers(1, 400), st.integers(0, 99),
+    st.sampled_from(WALKS),
+)  # fmt: skip
 def test_tables_hold_every_edge_once_and_in_order(
-    documents: list[int], ratio: int, topk: int, gap: int, window: int, seed: int
+    documents: list[int], ratio: int, topk: int, gap: int, window: int, seed: int, walk: str
 ) -> None:
     """Lost, doubled or misplaced edges; tasks out of the order that keeps windows and key blocks together."""
     case = make_task_case(documents, heads=2, topk=topk, seed=seed, gap_blocks=gap, hot_block=seed % 3 == 0)
-    tables = build_tasks(case, geometry_of(case, ratio=ratio, window=window))
+    geometry = geometry_of(case, ratio=ratio, window=window, walk=walk)
+    window, tables = geometry.window, build_tasks(case, geometry)
     edges = edges_of_tables(tables)
     assert tables.error_word == 0
     assert len(edges) == len(set(edges))
@@ -105,17 +113,22 @@ def test_tables_do_not_depend_on_how_items_cut_and_order_the_rows(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.sampled_from(RATIOS), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99), st.booleans())
+@given(
+    SIZES, st.sampled_from(RATIOS), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99), st.booleans(),
+    st.sampled_from([1, 40, 10_000]),
+)  # fmt: skip
 def test_a_valid_schedule_never_exceeds_the_capacity(
-    documents: list[int], ratio: int, topk: int, edges_per_item: int, seed: int, rows_known: bool
+    documents: list[int], ratio: int, topk: int, edges_per_item: int, seed: int, rows_known: bool, window: int
 ) -> None:
     """Zero gradients of a valid schedule because its tasks did not fit: no spare edges, no spare items here."""
     case = make_task_case(documents, topk=topk, seed=seed, edges_per_item=edges_per_item, spare_edges=0, spare_items=0)
     rows = case.row_ptr.shape[1] - 1 if rows_known else None
-    capacity = task_capacity(case.q_indices.shape[1], case.scheduler_metadata.shape[0], 4, ratio, rows=rows)
-    tables = build_tasks(case, geometry_of(case, ratio=ratio, capacity=capacity))
-    assert tables.error_word == 0
-    assert len(tables.meta) == tables.descriptor[TASKS] <= capacity
+    sizes = case.q_indices.shape[1], case.scheduler_metadata.shape[0]
+    for walk, windows in (("even", 1), ("windows", -(-case.tokens // window))):
+        capacity = task_capacity(*sizes, 4, ratio, rows=rows, windows=windows)
+        tables = build_tasks(case, geometry_of(case, ratio=ratio, window=window, capacity=capacity, walk=walk))
+        assert tables.error_word == 0
+        assert len(tables.meta) == tables.descriptor[TASKS] <= capacity
 
 
 def test_the_capacity_is_reached() -> None:
@@ -230,6 +243,45 @@ def test_the_walk_is_never_longer_than_the_published_one(rows: int) -> None:
     assert descriptor[4] <= max(len(lengths), 148) * 1.05
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    SIZES, st.sampled_from(RATIOS), st.integers(1, 300), st.sampled_from(["windows", "blocks"]), st.integers(0, 99),
+    st.one_of(st.none(), st.integers(0, 20)),
+)  # fmt: skip
+def test_one_chunk_owns_what_it_adds_to(
+    documents: list[int], ratio: int, window: int, walk: str, seed: int, capacity: int | None
+) -> None:
+    """Two CTAs that add to one row of dQ (walk by windows) or one block of dK and dV (by blocks): not repeatable."""
+    case = make_task_case(documents, heads=2, topk=3, seed=seed, hot_block=seed % 2 == 0)
+    geometry = geometry_of(case, ratio=ratio, window=window, walk=walk, capacity=capacity)
+    tables = build_tasks(case, geometry)
+    owners: dict[tuple[int, int], int] = {}
+    intervals = [list(cta_intervals(cta, 7, tables.descriptor)) for cta in range(7)]
+    chunks = sorted(interval for cta in intervals for interval in cta)
+    assert [task for start, stop in chunks for task in range(start, stop)] == list(range(len(tables.meta)))
+    for chunk, (start, stop) in enumerate(chunks):
+        assert start < stop
+        for task in range(start, stop):
+            head, block = tables.meta[task, 1:3].tolist()
+            queries = [row for row in tables.query_rows[task].tolist() if row >= 0]
+            assert len({row // geometry.window for row in queries}) == 1
+            for owned in queries if walk == "windows" else [block]:
+                assert owners.setdefault((head, owned), chunk) == chunk
+    words = descriptor_words(2, case.tokens, case.workspace_rows, geometry.window, walk)
+    assert len(tables.descriptor) == 9 + len(chunks) <= words
+
+
+def test_a_window_for_every_cta() -> None:
+    """CTAs without work in the walk by windows, or windows so narrow that most slots of a task stay empty."""
+    assert choose_owned_window(32_768, 32_768, 4, 132) == 993
+    assert choose_owned_window(600, 640, 4, 132) == 32
+    assert choose_owned_window(3, 128, 4, 132) == 3
+    with pytest.raises(ArgumentValueError, match="no such walk"):
+        descriptor_words(4, 600, 640, 512, "blocks")
+    with pytest.raises(ArgumentValueError, match="no such walk"):
+        descriptor_words(4, 600, 640, 512, "widows")
+
+
 @pytest.mark.parametrize(("topk", "ratio"), [(4, 16), (16, 16), (4, 4)])
 def test_at_most_a_tenth_of_the_ctas_has_no_work(topk: int, ratio: int) -> None:
     """A grid bound by the capacity: NeMo launches 748 CTAs for the 54 or 206 that have work."""
@@ -237,8 +289,8 @@ def test_at_most_a_tenth_of_the_ctas_has_no_work(topk: int, ratio: int) -> None:
     geometry = geometry_of(case, ratio=ratio)
     grid = grid_bound(geometry.capacity, 148)
     tables = build_tasks(case, Geometry(600, case.workspace_rows, ratio, 512, geometry.capacity, grid))
-    idle = sum(not list(cta_intervals(cta, grid, tables.descriptor)) for cta in range(grid))
-    assert idle <= grid // 10
+    idle = [cta for cta in range(grid) if not list(cta_intervals(cta, grid, tables.descriptor))]
+    assert len(idle) <= grid // 10
     assert grid_bound(0, 148) == 1
 
 
@@ -260,12 +312,18 @@ def test_one_window_with_too_many_bins_is_refused() -> None:
         queries_per_task(3)
 
 
-@given(st.integers(1, 64), st.integers(1, 50), st.integers(1, 5000), st.integers(0, 40), st.integers(1, 600))
-def test_scratch_sections_do_not_overlap(heads: int, rows: int, tokens: int, blocks: int, window: int) -> None:
+@given(
+    st.integers(1, 64), st.integers(1, 50), st.integers(1, 5000), st.integers(0, 40), st.integers(1, 600),
+    st.sampled_from(WALKS),
+)  # fmt: skip
+def test_scratch_sections_do_not_overlap(
+    heads: int, rows: int, tokens: int, blocks: int, window: int, walk: str
+) -> None:
     """A section too short for its counters writes into the next."""
-    layout = plan_scratch(heads, rows, tokens, blocks * 128, window)
+    layout = plan_scratch(heads, rows, tokens, blocks * 128, window, walk=walk)
     windows = -(-tokens // window)
-    sizes = [heads * rows] * 2 + [heads * blocks, heads * windows] + [heads * windows * blocks] * 2 + [heads * rows]
+    sizes = [heads * rows] * 2 + [heads * blocks, heads * windows] + [heads * windows * blocks] * 2
+    sizes += [heads * windows * blocks * (walk == "windows"), heads * rows]
     starts = [getattr(layout, field.name) for field in fields(layout)][:-1]
     assert starts == np.cumsum([0, *sizes])[:-1].tolist()
     assert layout.words % 4 == 0

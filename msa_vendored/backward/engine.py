@@ -61,7 +61,8 @@ def run_backward(
         softmax_scale: factor on the logits; ``128 ** -0.5`` if None.
         dq_accumulation: type of the sums of dq between key blocks. ``"fp32"`` has an error that does not grow with
             the number of blocks, and moves twice the bytes.
-        deterministic: same bits for the same arguments, at a cost.
+        deterministic: same bits for the same arguments. Every sum is then made by one CTA in a fixed order, which takes
+            a second pass of the main kernel and ``W * Hkv * 1024`` more bytes.
         check: wait for the device, and raise if it found the schedule inconsistent. Without it, the next call on
             the device raises.
 
@@ -134,24 +135,28 @@ def launch(
         error: into whose word the call's own is ORed in the end.
     """
     q, k, v, grad_out, lse, out = operands
-    plan = plan_call(sizes, stages.walk.window)
+    plan = plan_call(sizes, stages.walk.window, tuple(run.walk for run in stages.passes), multiprocessors)
     parts = plan.workspace.allocate(q.device)
     dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
-    grid = grid_bound(plan.capacity, multiprocessors)
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
     stages.delta(out, grad_out, parts["delta"])
-    stages.build_tasks(
-        schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
-        parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
-        plan.window, grid, stages.walk.rows_per_chunk,
-    )  # fmt: skip
-    stages.main(
-        MainArguments(
-            q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], parts["dq_sum"],
-            parts["dkv_sum"], softmax_scale, grid,
-        )
-    )  # fmt: skip
+    for number, (run, how) in enumerate(zip(stages.passes, plan.passes, strict=True)):
+        if number > 0:
+            parts["dq_sum"].view(torch.int32).zero_()  # the first pass is for dK and dV, and the second for dQ
+        dkv_sum = parts["dkv_sum" if number == 0 else "dkv_dropped"]
+        grid = grid_bound(how.chunks, multiprocessors)
+        run.build_tasks(
+            schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
+            parts["scratch"], *tables, parts["descriptor"], parts["error_word"], sizes.tokens, sizes.workspace_rows,
+            how.window, grid, stages.walk.rows_per_chunk,
+        )  # fmt: skip
+        stages.main(
+            MainArguments(
+                q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], parts["dq_sum"],
+                dkv_sum, softmax_scale, grid,
+            )
+        )  # fmt: skip
     stages.postprocess(parts["dq_sum"], dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
     error.enqueue_copy()
     return dq, dkv[0], dkv[1]

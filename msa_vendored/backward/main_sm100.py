@@ -196,7 +196,7 @@ def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str
         operand(rows, key_heads),
         *statistics,
         *tasks_tables,
-        table(Int32, 8),
+        table(Int32, cute.sym_int()),
         *lists,
         table(dq_dtype, cute.sym_int64()),
         table(Float32, cute.sym_int64()),

@@ -47,6 +47,7 @@ from msa_vendored.backward.sm90_ops import (
     store_matrix_x4,
     swizzled,
 )
+from msa_vendored.backward.tasks import DESCRIPTOR_WORDS
 
 HEAD_DIM = 128
 KEYS = 128
@@ -268,6 +269,8 @@ class MainBackwardSm90:
         if chunk >= full:
             begin = full * descriptor[1] + (chunk - full) * descriptor[3]
             end = cutlass.min(begin + descriptor[3], descriptor[0])
+        if descriptor[1] == 0:
+            begin, end = descriptor[DESCRIPTOR_WORDS + chunk], descriptor[DESCRIPTOR_WORDS + 1 + chunk]
         return begin, end
 
     @cute.jit
@@ -749,7 +752,7 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
         tensor(Int32, (capacity, slots)),
         tensor(Int32, (symbol(),)),
         tensor(Int32, (documents,)),
-        tensor(Int32, (8,)),
+        tensor(Int32, (symbol(),)),
         tensor(sums, (tokens, q_heads, HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),

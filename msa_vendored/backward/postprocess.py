@@ -101,8 +101,8 @@ class PoolReader:
     def exchange(self, octets: list[cute.Tensor], space: cute.Tensor) -> list[cute.Tensor]:
         """Octets of the warp, dealt so that neighbouring lanes hold neighbouring octets.
 
-        Through shared memory, ``space``. Three bits of the place are xored with the next three, so that neither the writes (a
-        lane's own octets) nor the reads (32 in a row) of eight lanes share a bank.
+        Through shared memory, ``space``. Three bits of the place are xored with the next three, so that neither the
+        writes (a lane's own octets) nor the reads (32 in a row) of eight lanes share a bank.
         """
         thread, _, _ = cute.arch.thread_idx()
         count = len(octets)

@@ -11,6 +11,7 @@ from cutlass import Int32, Int64
 from msa_vendored.backward import sm100_layout as plan
 from msa_vendored.backward import sm100_ptx as ptx
 from msa_vendored.backward.sm100_layout import Smem
+from msa_vendored.backward.tasks import DESCRIPTOR_WORDS
 
 
 class Context:
@@ -74,11 +75,15 @@ class Walker:
     @cute.jit
     def interval(self, c: Context, chunk: Any) -> Any:
         """First task of a chunk and the one after its last: ``full`` chunks of ``size``, then chunks of ``tail``."""
-        rows, size, full, tail, _ = c.walk
+        rows, size, full, tail, chunks = c.walk
         begin, end = chunk * size, chunk * size + size
         if chunk >= full:
             begin = full * size + (chunk - full) * tail
             end = cutlass.min(begin + tail, rows)
+        if size == 0:
+            # Chunks are listed. One after the last is asked for by next_task, which then ignores the answer.
+            listed = c.descriptor + Int64(cutlass.min(chunk, chunks - 1)) * 4
+            begin, end = (ptx.load_global_ints(listed + 4 * (DESCRIPTOR_WORDS + i), 1)[0] for i in range(2))
         return begin, end
 
     @cute.jit

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import torch
 
-from msa_vendored.backward.checks import UnsupportedArgumentError
 from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
@@ -89,12 +88,29 @@ choice on B200; not measured by us."""
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of the task build and the main kernel.
+
+    Attributes:
+        walk: one of :data:`msa_vendored.backward.tasks.WALKS`.
+        build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
+    """
+
+    walk: str
+    build_tasks: Kernel
+
+
+REPEATABLE_WALKS = ("blocks", "windows")
+"""Passes of ``deterministic=True``: the first gives dK and dV, the second dQ; what else they add is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """The four stages in the order of their launches; :func:`msa_vendored.backward.engine.launch` calls them.
 
     Attributes:
         delta: ``(out, grad_out, delta)``.
-        build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
+        passes: what the task build and the main kernel run for; one, or two of which each owns what it adds to.
         main: adds to ``dq_sum`` and ``dkv_sum``.
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
             :func:`msa_vendored.backward.postprocess.compile_postprocess`.
@@ -102,7 +118,7 @@ class Stages:
     """
 
     delta: Kernel
-    build_tasks: Kernel
+    passes: tuple[Pass, ...]
     main: Callable[[MainArguments], None]
     postprocess: Kernel
     walk: Walk
@@ -155,18 +171,11 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
     from msa_vendored.backward.task_build import compile_task_build
 
     arch, ratio = structure.arch, structure.ratio
-    if structure.deterministic:
-        raise UnsupportedArgumentError(
-            f"the {arch} kernels add to dq, dk and dv in the order in which CTAs finish",
-            where="argument deterministic",
-            expected="deterministic=False",
-            got="deterministic=True",
-            next_command='use kernels(backend="reference") for results that repeat bit by bit',
-        )
+    walks = REPEATABLE_WALKS if structure.deterministic else ("even",)
     main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, load)
     return Stages(
         delta=load(compile_delta, arch=arch),
-        build_tasks=load(compile_task_build, arch=arch, ratio=ratio),
+        passes=tuple(Pass(walk, load(compile_task_build, arch=arch, ratio=ratio, walk=walk)) for walk in walks),
         main=main,
         postprocess=load(
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders

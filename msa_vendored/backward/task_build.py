@@ -1,6 +1,7 @@
-"""Device build of the task tables: :func:`msa_vendored.backward.tasks.build_tasks`, bit for bit, without a host sync.
+"""Device build of the task tables: :func:`msa_vendored.backward.task_mirror.build_tasks`, bit for bit, no host sync.
 
-Five launches; none reads what another CTA of the same launch writes (apart from atomics whose result nobody reads):
+Five launches for the even walk; none reads what another CTA of the same launch writes (but for atomics whose result
+nobody reads):
 
 1. *clear*: zeroes the scratch.
 2. *items*, one thread per work item: checks it, and adds it to its row: a checksum of its interval, its number (the
@@ -11,6 +12,9 @@ Five launches; none reads what another CTA of the same launch writes (apart from
 4. *windows*, one CTA per (kv head, window): the sum of all windows before, and a scan over the key blocks. The last
    CTA writes the descriptor.
 5. *tables*, CTAs per (kv head, row): task i of a row goes to place ``base[bin] + i``.
+
+In the walk by windows, runs in a bin are of edges, which a launch between 3 and 4 counts as tasks, and a warp writes
+the tasks of a bin. Walks by windows and blocks list their chunks in a launch of one CTA.
 
 Items [b, e) tile [0, n) exactly if, and only if, every boundary inside is as often an end as a beginning, and n ends
 and 0 begins one interval more: as all intervals point forward, what conserves flow and carries one unit from 0 to n is
@@ -88,10 +92,11 @@ def _cta_inclusive_sum(value: Int32, sums: cute.Tensor, thread: Int32) -> tuple[
 
 
 class TaskBuild:
-    """Host function and kernels for one head ratio; every size is a runtime value."""
+    """Host function and kernels for one head ratio and kind of walk; every size is a runtime value."""
 
-    def __init__(self, ratio: int) -> None:
+    def __init__(self, ratio: int, walk: str) -> None:
         self.queries = queries_per_task(ratio)
+        self.even, self.by_windows = walk == "even", walk == "windows"
 
     @cute.jit
     def __call__(
@@ -115,7 +120,7 @@ class TaskBuild:
         rows_per_chunk: Int32,
         stream: Any,
     ) -> None:
-        """The five launches; see :func:`compile_task_build` for the arguments."""
+        """All launches; see :func:`compile_task_build` for the arguments."""
         heads, rows = row_ptr.shape[0], row_ptr.shape[1] - 1
         blocks, windows = workspace_rows // KEYS_PER_BLOCK, (tokens + window - 1) // window
         csr_rows, owners, groups = heads * rows, heads * blocks, heads * windows
@@ -128,10 +133,16 @@ class TaskBuild:
         bin_layout = cute.make_layout((groups, blocks), stride=(blocks, 1))
         firsts = cute.make_tensor(section + (2 * csr_rows + owners + groups), bin_layout)
         ends = cute.make_tensor(section + (2 * csr_rows + owners + groups + bins), bin_layout)
-        row_tasks = cute.make_tensor(section + (2 * csr_rows + owners + groups + 2 * bins), tilings.layout)
+        places, before_rows = ends, 2 * csr_rows + owners + groups + 2 * bins
+        if cutlass.const_expr(self.by_windows):
+            places = cute.make_tensor(section + before_rows, bin_layout)
+            before_rows += bins
+        row_tasks = cute.make_tensor(section + before_rows, tilings.layout)
         csr = (row_ptr, q_indices, items, cu_seqlens, starts)
         row_state = (tilings, row_items, block_owners, row_tasks)
+        bins_state = (totals, firsts, ends, places)
         tables = (task_meta, task_qrows, task_qpos)
+        counts = (work_count, items.shape[0], task_meta.shape[0])
 
         quads = cute.size(scratch) // 4
         self.clear(scratch, quads).launch(
@@ -140,14 +151,19 @@ class TaskBuild:
         self.read_items(csr, work_count, row_state, error_word, tokens, workspace_rows).launch(
             grid=(items.shape[0] // THREADS + 1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
-        self.check_rows(csr, row_state, totals, firsts, ends, error_word, window).launch(
+        self.check_rows(csr, row_state, bins_state, error_word, window).launch(
             grid=(csr_rows, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
-        self.scan_windows(
-            totals, firsts, ends, work_count, items.shape[0], task_meta.shape[0], descriptor, error_word, grid,
-            rows_per_chunk,
-        ).launch(grid=(groups, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
-        self.write_tables(csr, row_state, ends, tables, window, windows).launch(
+        if cutlass.const_expr(self.by_windows):
+            self.count_tasks(bins_state).launch(grid=(groups, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.scan_windows(bins_state, counts, descriptor, error_word, grid, rows_per_chunk).launch(
+            grid=(groups, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+        if cutlass.const_expr(not self.even):
+            self.list_chunks(bins_state, counts, descriptor, error_word).launch(
+                grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
+        self.write_tables(csr, row_state, bins_state, tables, window, windows).launch(
             grid=(csr_rows, TABLE_SPLITS, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -213,13 +229,11 @@ class TaskBuild:
         self,
         csr: tuple[cute.Tensor, ...],
         row_state: tuple[cute.Tensor, ...],
-        totals: cute.Tensor,
-        firsts: cute.Tensor,
-        ends: cute.Tensor,
+        bins_state: tuple[cute.Tensor, ...],
         error_word: cute.Tensor,
         window: Int32,
     ) -> None:
-        """One row a CTA; counts the row's tasks into its bins."""
+        """One row a CTA; finds the runs of its tasks (walk by windows: edges) in its bins."""
         row_ptr, q_indices, items, cu_seqlens, starts = csr
         tilings, row_items, block_owners, row_tasks = row_state
         thread, _, _ = cute.arch.thread_idx()
@@ -249,24 +263,49 @@ class TaskBuild:
             good = Boolean(False)
             if thread == 0:
                 _flag(error_word, BAD_QUERY | INCONSISTENT)
-        tasks = (last - first + self.queries - 1) // self.queries * Int32(good)
+        # A step is a task, or an edge.
+        step = 1 if self.by_windows else self.queries
+        steps = (last - first + step - 1) // step * Int32(good)
         if thread == 0:
-            row_tasks[head, row] = tasks
-        group = head * (firsts.shape[0] // row_ptr.shape[0])
-        for task in cutlass.range(thread, tasks, THREADS):
-            here = group + (cu_seqlens[document] + q_indices[head, first + task * self.queries]) // window
-            before = Int32(-1)
-            if task > 0:
-                before = group + (cu_seqlens[document] + q_indices[head, first + (task - 1) * self.queries]) // window
+            row_tasks[head, row] = steps
+        token = cu_seqlens[document]
+        self.find_runs(q_indices, head, first, step, steps, token, block, bins_state, window, row_ptr.shape[0])
+
+    @cute.jit
+    def find_runs(
+        self,
+        q_indices: cute.Tensor,
+        head: Int32,
+        first: Int32,
+        step: cutlass.Constexpr,
+        steps: Int32,
+        token: Int32,
+        block: Int32,
+        bins_state: tuple[cute.Tensor, ...],
+        window: Int32,
+        heads: Int32,
+    ) -> None:
+        """Where a row's steps enter and leave windows: ``firsts``, ``ends`` and, of tasks, ``totals``."""
+        totals, firsts, ends, _ = bins_state
+        thread, _, _ = cute.arch.thread_idx()
+        group = head * (firsts.shape[0] // heads)
+        for i in cutlass.range(thread, steps, THREADS):
+            here, before = group + (token + q_indices[head, first + i * step]) // window, Int32(-1)
+            if i > 0:
+                before = group + (token + q_indices[head, first + (i - 1) * step]) // window
             if here != before:
-                firsts[here, block] = task
-                cute.arch.atomic_add(_address(totals, here), -task)
-                if task > 0:
-                    ends[before, block] = task
-                    cute.arch.atomic_add(_address(totals, before), task)
-            if task == tasks - 1:
-                ends[here, block] = tasks
-                cute.arch.atomic_add(_address(totals, here), tasks)
+                firsts[here, block] = i
+                if i > 0:
+                    ends[before, block] = i
+            if i == steps - 1:
+                ends[here, block] = steps
+            if cutlass.const_expr(not self.by_windows):
+                if here != before:
+                    cute.arch.atomic_add(_address(totals, here), -i)
+                    if i > 0:
+                        cute.arch.atomic_add(_address(totals, before), i)
+                if i == steps - 1:
+                    cute.arch.atomic_add(_address(totals, here), steps)
 
     @cute.jit
     def check_queries(
@@ -282,21 +321,39 @@ class TaskBuild:
         if bad:
             cute.arch.atomic_or(bad_queries.iterator, Int32(1))
 
+    @cute.jit
+    def tasks_of(self, run: Int32) -> Int32:
+        """Tasks of a bin whose run has this length."""
+        if cutlass.const_expr(self.by_windows):
+            run = (run + self.queries - 1) // self.queries
+        return run
+
+    @cute.kernel
+    def count_tasks(self, bins_state: tuple[cute.Tensor, ...]) -> None:
+        """Walk by windows, one (kv head, window) a CTA: ``totals``."""
+        totals, firsts, ends, _ = bins_state
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
+        tasks = Int32(0)
+        for block in cutlass.range(thread, ends.shape[1], THREADS):
+            tasks += self.tasks_of(ends[group, block] - firsts[group, block])
+        _, total = _cta_inclusive_sum(tasks, sums, thread)
+        if thread == 0:
+            totals[group] = total
+
     @cute.kernel
     def scan_windows(
         self,
-        totals: cute.Tensor,
-        firsts: cute.Tensor,
-        ends: cute.Tensor,
-        work_count: cute.Tensor,
-        work_capacity: Int32,
-        capacity: Int32,
+        bins_state: tuple[cute.Tensor, ...],
+        counts: tuple[Any, ...],
         descriptor: cute.Tensor,
         error_word: cute.Tensor,
         grid: Int32,
         rows_per_chunk: Int32,
     ) -> None:
-        """One (kv head, window) a CTA: turns ``ends`` into what to add to a task's index in its row."""
+        """One (kv head, window) a CTA: ``places``, of a bin's first task or to add to a task's index in its row."""
+        totals, firsts, ends, places = bins_state
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -304,95 +361,206 @@ class TaskBuild:
         for i in cutlass.range(thread, group, THREADS):
             before += totals[i]
         _, base = _cta_inclusive_sum(before, sums, thread)
-        if (group == cute.size(totals) - 1) & (thread == 0):
-            tasks = base + totals[group]
-            if tasks > capacity:
-                _flag(error_word, OVERFLOW)
-            self.write_descriptor(descriptor, tasks, capacity, work_count[0], work_capacity, grid, rows_per_chunk)
+        if cutlass.const_expr(self.even):  # noqa: SIM102 - the first is decided when this is compiled
+            if (group == cute.size(totals) - 1) & (thread == 0):
+                tasks = base + totals[group]
+                self.write_descriptor(descriptor, tasks, counts, error_word)
+                self.write_walk(descriptor, cutlass.min(tasks, counts[2]), grid, rows_per_chunk)
         blocks = ends.shape[1]
         for start in cutlass.range(0, blocks, THREADS):
             block = start + thread
             first, count = Int32(0), Int32(0)
             if block < blocks:
                 first = firsts[group, block]
-                count = ends[group, block] - first
+                count = self.tasks_of(ends[group, block] - first)
             inclusive, total = _cta_inclusive_sum(count, sums, thread)
+            if cutlass.const_expr(self.by_windows):
+                first = Int32(0)
             if block < blocks:
-                ends[group, block] = base + inclusive - count - first
+                places[group, block] = base + inclusive - count - first
             base += total
+
+    @cute.kernel
+    def list_chunks(
+        self,
+        bins_state: tuple[cute.Tensor, ...],
+        counts: tuple[Any, ...],
+        descriptor: cute.Tensor,
+        error_word: cute.Tensor,
+    ) -> None:
+        """Walks by windows and blocks, one CTA: lists the first task of every window or bin that has tasks."""
+        totals, _, _, places = bins_state
+        thread, _, _ = cute.arch.thread_idx()
+        sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
+        mine = Int32(0)
+        for i in cutlass.range(thread, cute.size(totals), THREADS):
+            mine += totals[i]
+        _, tasks = _cta_inclusive_sum(mine, sums, thread)
+        task_rows, before, listed = cutlass.min(tasks, counts[2]), Int32(0), Int32(0)
+        # With one window, no bin's run starts above 0, so that places are those of first tasks.
+        flat = cute.make_tensor(places.iterator, cute.make_layout(cute.size(places)))
+        owners = cute.size(totals) if self.by_windows else cute.size(flat)
+        for start in cutlass.range(0, owners, THREADS):
+            owner = start + thread
+            first, count = Int32(0), Int32(0)
+            if owner < owners:
+                if cutlass.const_expr(self.by_windows):
+                    count = totals[owner]
+                else:
+                    first, count = flat[owner], tasks - flat[owner]
+                    if owner + 1 < owners:
+                        count = flat[owner + 1] - first
+            if cutlass.const_expr(self.by_windows):
+                inclusive, total = _cta_inclusive_sum(count, sums, thread)
+                first = before + inclusive - count
+                before += total
+            keep = (count > 0) & (first < task_rows)
+            place, kept = _cta_inclusive_sum(Int32(keep), sums, thread)
+            if keep:
+                descriptor[DESCRIPTOR_WORDS - 1 + listed + place] = first
+            listed += kept
+        if thread == 0:
+            self.write_descriptor(descriptor, tasks, counts, error_word)
+            for word in cutlass.range_constexpr(1, 4):
+                descriptor[word] = 0
+            descriptor[4] = listed
+            descriptor[DESCRIPTOR_WORDS + listed] = task_rows
 
     @cute.jit
     def write_descriptor(
-        self,
-        descriptor: cute.Tensor,
-        tasks: Int32,
-        capacity: Int32,
-        listed: Int32,
-        work_capacity: Int32,
-        grid: Int32,
-        rows_per_chunk: Int32,
+        self, descriptor: cute.Tensor, tasks: Int32, counts: tuple[Any, ...], error_word: cute.Tensor
     ) -> None:
+        """The words that no walk changes."""
+        work_count, work_capacity, capacity = counts
+        if tasks > capacity:
+            _flag(error_word, OVERFLOW)
+        descriptor[0] = cutlass.min(tasks, capacity)
+        descriptor[5] = cutlass.min(cutlass.max(work_count[0], 0), work_capacity)
+        descriptor[6] = tasks
+        descriptor[7] = 0
+
+    @cute.jit
+    def write_walk(self, descriptor: cute.Tensor, task_rows: Int32, grid: Int32, rows_per_chunk: Int32) -> None:
         """As :func:`msa_vendored.backward.tasks.plan_walk`."""
-        task_rows = cutlass.min(tasks, capacity)
         # Rounds of the grid; in this form the product cannot exceed int32.
-        ctas_rows = (task_rows + grid - 1) // grid
-        rounds = cutlass.max((ctas_rows + rows_per_chunk - 1) // rows_per_chunk, 1)
+        rows_of_a_cta = (task_rows + grid - 1) // grid
+        rounds = cutlass.max((rows_of_a_cta + rows_per_chunk - 1) // rows_per_chunk, 1)
         chunks = cutlass.min(task_rows, rounds * grid)
         tail_rows = task_rows // cutlass.max(chunks, 1)
-        descriptor[0] = task_rows
         descriptor[1] = tail_rows + 1
         descriptor[2] = task_rows - tail_rows * chunks
         descriptor[3] = cutlass.max(tail_rows, 1)
         descriptor[4] = chunks
-        descriptor[5] = cutlass.min(cutlass.max(listed, 0), work_capacity)
-        descriptor[6] = tasks
-        descriptor[7] = 0
 
     @cute.kernel
     def write_tables(
         self,
         csr: tuple[cute.Tensor, ...],
         row_state: tuple[cute.Tensor, ...],
-        places: cute.Tensor,
+        bins_state: tuple[cute.Tensor, ...],
         tables: tuple[cute.Tensor, ...],
         window: Int32,
         windows: Int32,
     ) -> None:
         """A quarter of a row a CTA; as many neighbouring threads a task as it has slots."""
-        row_ptr, q_indices, items, cu_seqlens, starts = csr
+        row_ptr, _, items, _, starts = csr
         _, row_items, _, row_tasks = row_state
-        task_meta, task_qrows, task_qpos = tables
-        thread, _, _ = cute.arch.thread_idx()
         cta, split, _ = cute.arch.block_idx()
         rows = row_tasks.shape[1]
         head, row = cta // rows, cta % rows
-        tasks = row_tasks[head, row]
-        lanes = self.queries
-        per_pass = THREADS // lanes
-        task, slot = split * per_pass + thread // lanes, thread % lanes
-        if task < tasks:
+        steps = row_tasks[head, row]
+        if steps > 0:
             item = row_items[head, row] - 1
             document = items[item, 4]
-            token, start = cu_seqlens[document], starts[document]
-            block = start // KEYS_PER_BLOCK + items[item, 5]
-            first, last = row_ptr[head, row], row_ptr[head, row + 1]
-            for i in cutlass.range(task, tasks, per_pass * TABLE_SPLITS, unroll=2):
-                edge = first + i * lanes
-                group = head * windows + (token + q_indices[head, edge]) // window
-                place = places[group, block] + i
-                query_row, position = Int32(-1), Int32(-1)
-                if edge + slot < last:
-                    query = q_indices[head, edge + slot]
-                    query_row, position = token + query, start + query
-                if place < task_meta.shape[0]:
-                    task_qrows[place, slot] = query_row
-                    task_qpos[place, slot] = position
-                    if slot == 0:
-                        meta = task_meta.iterator + cute.assume(place * 4, divby=4)
-                        values = cute.make_rmem_tensor(4, Int32)
-                        values[0], values[1], values[2] = document, head, block
-                        values[3] = cutlass.min(last - edge, lanes)
-                        cute.make_tensor(meta, cute.make_layout(4)).store(values.load())
+            block = starts[document] // KEYS_PER_BLOCK + items[item, 5]
+            names = (document, head, block)
+            first = row_ptr[head, row]
+            if cutlass.const_expr(self.by_windows):
+                self.write_bins(csr, names, first, bins_state, tables, windows, split)
+            else:
+                self.write_row(
+                    csr, names, first, row_ptr[head, row + 1], steps, bins_state, tables, window, windows, split
+                )
+
+    @cute.jit
+    def write_row(
+        self,
+        csr: tuple[cute.Tensor, ...],
+        names: tuple[Int32, Int32, Int32],
+        first: Int32,
+        last: Int32,
+        tasks: Int32,
+        bins_state: tuple[cute.Tensor, ...],
+        tables: tuple[cute.Tensor, ...],
+        window: Int32,
+        windows: Int32,
+        split: Int32,
+    ) -> None:
+        """Tasks of a row, by all threads."""
+        _, q_indices, _, cu_seqlens, _ = csr
+        document, head, block = names
+        places = bins_state[3]
+        thread, _, _ = cute.arch.thread_idx()
+        per_pass = THREADS // self.queries
+        slot, token = thread % self.queries, cu_seqlens[document]
+        start = split * per_pass + thread // self.queries
+        for i in cutlass.range(start, tasks, per_pass * TABLE_SPLITS, unroll=2):
+            edge = first + i * self.queries
+            group = head * windows + (token + q_indices[head, edge]) // window
+            self.write_slot(csr, names, places[group, block] + i, slot, edge, last, tables)
+
+    @cute.jit
+    def write_bins(
+        self,
+        csr: tuple[cute.Tensor, ...],
+        names: tuple[Int32, Int32, Int32],
+        row_first: Int32,
+        bins_state: tuple[cute.Tensor, ...],
+        tables: tuple[cute.Tensor, ...],
+        windows: Int32,
+        split: Int32,
+    ) -> None:
+        """Tasks of a row, a window a warp."""
+        _, firsts, ends, places = bins_state
+        _, head, block = names
+        thread, _, _ = cute.arch.thread_idx()
+        for window in cutlass.range(split * WARPS + thread // 32, windows, WARPS * TABLE_SPLITS):
+            group = head * windows + window
+            first, last, place = firsts[group, block], ends[group, block], places[group, block]
+            slots = self.tasks_of(last - first) * self.queries
+            for i in cutlass.range(thread % 32, slots, 32):
+                task, slot = i // self.queries, i % self.queries
+                edge = row_first + first + task * self.queries
+                self.write_slot(csr, names, place + task, slot, edge, row_first + last, tables)
+
+    @cute.jit
+    def write_slot(
+        self,
+        csr: tuple[cute.Tensor, ...],
+        names: tuple[Int32, Int32, Int32],
+        place: Int32,
+        slot: Int32,
+        edge: Int32,
+        last: Int32,
+        tables: tuple[cute.Tensor, ...],
+    ) -> None:
+        """One query of the task whose first edge is ``edge``; the first slot also writes the task's meta."""
+        _, q_indices, _, cu_seqlens, starts = csr
+        task_meta, task_qrows, task_qpos = tables
+        document, head, block = names
+        query_row, position = Int32(-1), Int32(-1)
+        if edge + slot < last:
+            query = q_indices[head, edge + slot]
+            query_row, position = cu_seqlens[document] + query, starts[document] + query
+        if place < task_meta.shape[0]:
+            task_qrows[place, slot] = query_row
+            task_qpos[place, slot] = position
+            if slot == 0:
+                meta = task_meta.iterator + cute.assume(place * 4, divby=4)
+                values = cute.make_rmem_tensor(4, Int32)
+                values[0], values[1], values[2] = document, head, block
+                values[3] = cutlass.min(last - edge, self.queries)
+                cute.make_tensor(meta, cute.make_layout(4)).store(values.load())
 
 
 @cute.jit
@@ -400,12 +568,13 @@ def _address(tensor: cute.Tensor, coordinate: Any) -> cute.Pointer:
     return tensor.iterator + cute.crd2idx(coordinate, tensor.layout)
 
 
-def compile_task_build(*, arch: str, ratio: int) -> Callable[..., None]:
-    """Compiles the build for one head ratio and architecture.
+def compile_task_build(*, arch: str, ratio: int, walk: str = "even") -> Callable[..., None]:
+    """Compiles the build for one head ratio, kind of walk and architecture.
 
     Args:
         arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
         ratio: query heads per kv head, one of :data:`~msa_vendored.backward.tasks.RATIOS`.
+        walk: one of :data:`~msa_vendored.backward.tasks.WALKS`. By blocks, the window must be at least the tokens.
 
     Returns:
         A function on contiguous int32 tensors of one device, on the current stream, and five int32 numbers:
@@ -413,13 +582,14 @@ def compile_task_build(*, arch: str, ratio: int) -> Callable[..., None]:
         task_meta, task_qrows, task_qpos, descriptor, error_word, tokens, workspace_rows, window, grid,
         rows_per_chunk)``. The first six are fields of the schedule; ``scratch`` has ``plan_scratch(...).words`` words,
         16-byte aligned; tables are ``[capacity, 4]`` (16-byte aligned) and twice ``[capacity, 128 // ratio]``;
-        ``descriptor`` ``[8]``; ``error_word`` ``[1]``, into which error bits are ORed, and which nobody clears here.
-        Neither scratch nor tables need be initialised; table rows at and above ``descriptor[0]`` are not written.
+        ``descriptor`` has ``descriptor_words(...)`` words; ``error_word`` ``[1]``, into which error bits are ORed, and
+        which nobody clears here. Neither scratch nor tables need be initialised; table rows at and above
+        ``descriptor[0]`` are not written.
 
     Raises:
         ArgumentValueError: the ratio is not supported.
     """
-    build = TaskBuild(ratio)
+    build = TaskBuild(ratio, walk)
 
     def ints(*shape: Any, align: int = 4) -> Any:
         order = tuple(reversed(range(len(shape))))
@@ -439,7 +609,7 @@ def compile_task_build(*, arch: str, ratio: int) -> Callable[..., None]:
         ints(capacity, 4, align=16),
         ints(capacity, build.queries),
         ints(capacity, build.queries),
-        ints(DESCRIPTOR_WORDS),
+        ints(DESCRIPTOR_WORDS if walk == "even" else size()),
         ints(1),
         *[Int32(0)] * 5,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

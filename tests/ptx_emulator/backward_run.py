@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ class Case:
         dq_accumulation: option of ``run_backward``.
         softmax_scale: likewise.
         multiprocessors: of the pretended GPU; few give CTAs many tasks.
+        resident_ctas: that run interleaved.
         seed: of operands and selection.
         schedules: (schedule, seed) of each run.
+        deterministic: option of ``run_backward``.
         corrupt: makes the schedule inconsistent: ``""`` or ``"query"``.
     """
 
@@ -48,8 +51,10 @@ class Case:
     dq_accumulation: str = "bf16"
     softmax_scale: float | None = None
     multiprocessors: int = 2
+    resident_ctas: int = 2
     seed: int = 0
     schedules: tuple[tuple[str, int], ...] = (("eager", 0),)
+    deterministic: bool = False
     corrupt: str = ""
 
 
@@ -69,6 +74,8 @@ class Result:
     instructions: int
     seconds: float
     raised: str = field(default="")
+    digest: str = field(default="")
+    """Of the bits of dq, dk and dv."""
 
 
 class Emulated:
@@ -97,11 +104,11 @@ def run(case: Case, arch: str, emulated: Emulated) -> Iterator[Result]:
 
     operands, schedule, workspace, expected = make_problem(case)
     sizes = require_operands(schedule, case.dq_accumulation, operands)
-    structure = Structure(arch, case.ratio, case.dq_accumulation, deterministic=False)
+    structure = Structure(arch, case.ratio, case.dq_accumulation, case.deterministic)
     stages = load_stages(structure, load=emulated.load)
     aligned = tuple(aligned_operand(tensor) for tensor in operands.values())
     for name, seed in case.schedules:
-        emulated.options, emulated.report = Options(name, seed), Report()
+        emulated.options, emulated.report = Options(name, seed, resident_ctas=case.resident_ctas), Report()
         word = ErrorWord(torch.device("cpu"))
         started = time.perf_counter()
         with poisoned_empty():
@@ -124,6 +131,7 @@ def run(case: Case, arch: str, emulated: Emulated) -> Iterator[Result]:
             report.instructions,
             round(time.perf_counter() - started, 2),
             describe_raise(word),
+            sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in grads)).hexdigest(),
         )
 
 
