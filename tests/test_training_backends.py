@@ -230,9 +230,10 @@ def test_reference_repeats_bitwise_under_deterministic_algorithms(deterministic:
 
 
 def test_kernels_refuse_deterministic_algorithms(deterministic: Any) -> None:
-    """Guards a run believed to be repeatable while dq is summed by atomics."""
+    """Guards a run believed to be repeatable while dq is summed by atomics; SM90 has a backward that repeats."""
     backends.require_determinism("sm100")
     deterministic(True)
+    backends.require_determinism("sm90")
     with pytest.raises(NotDeterministicError, match="no deterministic sm100 kernels"):
         backends.require_determinism("sm100")
     deterministic(True, warn_only=True)

@@ -144,13 +144,14 @@ def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_
 def require_determinism(backend: str) -> None:
     """Refuse kernels that accumulate with atomics while deterministic algorithms are asked for.
 
-    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves. With
-    ``warn_only`` this warns, as PyTorch's operators do.
+    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves; SM90
+    has a backward that repeats bit by bit, at a cost, and takes it then. With ``warn_only`` this warns, as PyTorch's
+    operators do.
 
     Raises:
         NotDeterministicError: (a NotImplementedError) the backend has no deterministic kernels.
     """
-    if backend == "reference" or not torch.are_deterministic_algorithms_enabled():
+    if backend != "sm100" or not torch.are_deterministic_algorithms_enabled():
         return
     what = f"sparse_attention has no deterministic {backend} kernels: they accumulate dq, dk and dv with atomics"
     if torch.is_deterministic_algorithms_warn_only_enabled():

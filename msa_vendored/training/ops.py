@@ -183,7 +183,9 @@ def launch_backward(
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
         v_aligned = v.new_zeros((workspace_size, *v.shape[1:])).index_copy_(0, workspace_positions, v)
-        options = {} if name == "sm100" else {"softmax_scale": softmax_scale}
+        options: dict[str, Any] = {} if name == "sm100" else {"softmax_scale": softmax_scale}
+        if name == "sm90":
+            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         dq, dk_aligned, dv_aligned = bundle.run_backward(
             q=q,
             k_aligned=k_aligned,
