@@ -7,11 +7,12 @@ orders. A kind may have several facets; blindness for any of them is blindness.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from ptx_emulator.launch import Kernel, Options, emulate
+from ptx_emulator.mutation import Session
 from ptx_emulator.ptx import parse_entries
 from ptx_emulator.snippets import module
 from ptx_emulator.subjects import Outcome, Subject
@@ -58,8 +59,8 @@ CONTROLS = (
     Control(
         "FENCE_MBAR_INIT",
         "initialisation before asynchronous use",
-        START
-        + "@!%p1 bra SKIP; mbarrier.init.shared.b64 [%r3+1024], 1; fence.mbarrier_init.release.cluster; SKIP: bar.sync 0;"
+        START + "@!%p1 bra SKIP; mbarrier.init.shared.b64 [%r3+1024], 1; fence.mbarrier_init.release.cluster;"
+        "SKIP: bar.sync 0;"
         "@!%p1 bra WAIT; mbarrier.arrive.expect_tx.shared.b64 _, [%r3+1024], 256;"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%d0], 256, [%r3+1024];"
         "WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [%r3+1024], 0; @!%p4 bra WAIT;",
@@ -89,21 +90,19 @@ def subject(control: Control) -> Subject:
             emulate(kernels["test"], a, b, schedule=options.schedule, seed=options.seed, max_instructions=limit)
         )
 
-    return Subject(control.facet, kernels, "test", run)
+    return Subject(control.facet, kernels, "test", run, text)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_noticed(control: Control) -> bool:
-    """Whether each deletion of the control's kind is noticed in it."""
-    from ptx_emulator.mutation import Session
-
+    """Whether the emulator notices each deletion of the control's kind in it."""
     session = Session(subject(control), extra_schedules=())
     sites = [site for site in session.sites if site.kind == control.kind]
     return bool(sites) and all(session.try_deletion([site]).caught for site in sites)
 
 
 def find_blindness(kind: str, seen: bool) -> str:
-    """What the model does not see of a kind, in words; empty if it sees all that there are controls for.
+    """What the emulator does not see of a kind, in words; empty if it sees all that there are controls for.
 
     Args:
         kind: of the instruction.

@@ -99,7 +99,7 @@ NAMES = ("out", "a", "b")
 
 def make_text(body: str = BODY) -> str:
     """The PTX of the GEMM, or of a variant of its body."""
-    return module(body, PARAMETERS, threads=128, shared_bytes=TMEM_AT + 4)
+    return module(body, PARAMETERS, threads=128, shared_bytes=TMEM_AT + 16)
 
 
 def run(kernel: Kernel, k_blocks: int, options: Options) -> Outcome:
@@ -112,7 +112,7 @@ def run(kernel: Kernel, k_blocks: int, options: Options) -> Outcome:
     settings = {f.name: getattr(options, f.name) for f in fields(options)}
     report = emulate(kernel, *maps, out, k_blocks, a, b, names=NAMES, grid=(2,), **settings)
     right = torch.equal(out, a.float() @ b.float().T)
-    return Outcome(report, frozenset() if right or report.fatal else frozenset({"product"}))
+    return Outcome(report, frozenset() if right else frozenset({"product"}))
 
 
 def subject(body: str = BODY, k_blocks: int = 5) -> Subject:

@@ -115,7 +115,7 @@ def main() -> int:
     if sys.argv[1:2] == ["card"]:
         return run_on_card(Path(sys.argv[2]))
     from ptx_emulator import Kernel, cute_host, emulate
-    from ptx_emulator.mutate import delete
+    from ptx_emulator.mutation import delete
 
     cute_host.prepare("sm_90a")
     from ptx_emulator.hopper_kernel import compile_example
@@ -136,7 +136,7 @@ def main() -> int:
         if request.get("delete"):
             kind, nth = request["delete"]
             places = [pc for pc in range(len(whole.program.instructions)) if whole.program.kind(pc) == kind]
-            kernel = Kernel(whole.entry, delete(places[nth]))
+            kernel = Kernel(whole.entry, delete([places[nth]]))
         function.kernels[entry] = kernel
         problem = make_problem(request["tiles"], request["seed"])
         report = emulate(

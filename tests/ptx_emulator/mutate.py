@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from ptx_emulator import subjects
 from ptx_emulator.mutation import CAUGHT, NAMES, SHOWN, Session, Verdict
 from ptx_emulator.redundancy import judge
+from ptx_emulator.subjects import Subject
 
 TARGET = 0.9
 COLUMNS = (*CAUGHT, *SHOWN, "missed")
@@ -46,16 +47,23 @@ def format_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def run_one(name: str, limit: int | None) -> int:
-    """Mutate one kernel in this process; the exit status."""
+    """Mutate the kernels of one name in this process; the exit status."""
+    return max(run_subject(f"{name} {s.label}".rstrip(), s, limit) for s in subjects.load(name))
+
+
+def run_subject(name: str, subject: Subject, limit: int | None) -> int:
+    """Mutate one kernel; 1 if less is caught or shown redundant than the target."""
     started = time.perf_counter()
-    subject = subjects.load(name)
     session = Session(subject)
+    print(f"{name}: {subject.case}\n")
+    if not session.sites:
+        print("executes no synchronisation\n")
+        return 0
     verdicts = judge(session, limit, lambda text: print(text, file=sys.stderr, flush=True))
-    caught = sum(verdict.name in CAUGHT for verdict in verdicts)
-    score = compute_score(verdicts)
-    print(f"{name}: {subject.case}\n\n{format_table(verdicts)}\n")
+    caught, score = sum(verdict.name in CAUGHT for verdict in verdicts), compute_score(verdicts)
+    print(f"{format_table(verdicts)}\n")
     print(f"{len(verdicts)} deletions, {session.runs} runs, {time.perf_counter() - started:.0f} s")
-    print(f"caught {caught}, caught or shown redundant {score:.1%} (target {TARGET:.0%})")
+    print(f"caught {caught}, caught or shown redundant {score:.1%} (target {TARGET:.0%})\n", flush=True)
     return 0 if score >= TARGET else 1
 
 

@@ -1,7 +1,9 @@
 """Deletes synchronisation from a kernel and decides what became of it: caught, shown redundant, or missed.
 
 A deletion is *caught* if, under one of the schedules, the run deadlocks, faults, gives a wrong result or has a finding;
-the whole kernel has none. What survives alone is then deleted together with other survivors:
+the whole kernel has none. So is one after which registers of ``tcgen05.ld`` are read before ``tcgen05.wait::ld``
+(:mod:`ptx_emulator.early_uses`), where the whole kernel waits. What survives alone is then deleted together with other
+survivors:
 
 - **unused**: an mbarrier.init whose barrier no executed instruction used. A use without initialisation is a fault, so
   that surviving its deletion is the proof.
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ptx_emulator.early_uses import find_early_uses
 from ptx_emulator.launch import Kernel, Options
 from ptx_emulator.lower import KIND_NUMBERS, ROLES, Program
 from ptx_emulator.subjects import Outcome, Recorder, Subject, change_kernel
@@ -51,6 +54,7 @@ Schedule = tuple[str, int]
 SCHEDULES: tuple[Schedule, ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
 EXTRA_SCHEDULES: tuple[Schedule, ...] = tuple(("random", seed) for seed in range(3, 9))
 """More seeds for the joint set: an attempt to refute it."""
+EARLY_USE = "tcgen05-ld-used-before-wait"
 CAUGHT = ("functional", "finding")
 SHOWN = ("unused", "redundant", "covered")
 
@@ -180,8 +184,11 @@ class Session:
         """
         kernel = change_kernel(self.whole, delete(site.pc for site in sites))
         functional: set[str] = set()
-        strict: set[str] = set()
-        first = ""
+        early = sorted(find_early_uses(kernel.program) - find_early_uses(self.whole.program))
+        strict = {EARLY_USE} if early else set()
+        first = f"{EARLY_USE} (PTX line {self.whole.program.statement(early[0][1]).line})" if early else ""
+        if early and stop:
+            return Trial(frozenset(), frozenset(strict), first)
         for schedule in schedules or self.schedules:
             outcome = self._run(kernel, schedule)
             fatal = outcome.report.fatal

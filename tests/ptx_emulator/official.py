@@ -13,16 +13,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from ptx_emulator import cute_host
-from ptx_emulator.launch import EmulationError, Options
+from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
-from ptx_emulator.subjects import Outcome, Subject, relative_error
+from ptx_emulator.subjects import relative_error
 from ptx_emulator.tensor_map import encode_tensor_map
 
 HEAD_DIM, BLOCK = 128, 128
@@ -215,11 +215,6 @@ class Official:
         )
 
 
-def make_gather_map(tensor: torch.Tensor, box_x: int = 64) -> torch.Tensor:
-    """The package's tensor map for gathers of four rows, in CPU memory; the package asks the driver for it."""
-    return torch.frombuffer(bytearray(encode_tensor_map(tensor, (1, box_x), 128)), dtype=torch.uint8).clone()
-
-
 def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Relative Frobenius error of O and largest absolute error of the LSE (see :class:`Result`)."""
     (out, lse), (want_out, want_lse) = got, expected
@@ -228,43 +223,9 @@ def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tu
     return relative_error(out, want_out), float(difference.max())
 
 
-def forward_subject() -> Subject:
-    """The official forward as a subject of the mutation, second-opinion and speed sessions."""
-    return _subject("SparseAttentionForwardSm100")
-
-
-def combine_subject() -> Subject:
-    """The official combine as a subject."""
-    return _subject("SparseAttentionForwardCombine")
-
-
-def _subject(entry_part: str) -> Subject:
-    official = Official()
-    # Tokens of each document x 16 heads fill whole tiles of 64 rows in the combine; else it reads shared memory that
-    # nothing wrote (docs/findings/). One SM: many tiles a CTA, so that every pipeline wraps.
-    case = Case((200, 12), topk=4, index_heads=1, sm_count=1)
-    problem = make_problem(case)
-    official.sm_count = case.sm_count
-    official.call(problem, Options(checks=frozenset()))
-    function, entry = next((f, n) for f in official.functions for n in f.kernels if entry_part in n)
-
-    def run(options: Options) -> Outcome:
-        try:
-            got = official.call(problem, replace(options, suppress=SUPPRESSIONS))
-        except EmulationError as error:
-            return Outcome(error.report)
-        out_error, lse_error = compare(got, problem.expected)
-        wrong = {"O"} if not out_error <= OUT_TOLERANCE else set()
-        wrong |= {"LSE"} if not lse_error <= LSE_TOLERANCE else set()
-        return Outcome(official.report, frozenset(wrong))
-
-    return Subject(
-        "documents of 200 and 12 tokens, 16/1 heads, top-k 4, one SM",
-        function.kernels,
-        entry,
-        run,
-        function.function.__ptx__,
-    )
+def make_gather_map(tensor: torch.Tensor, box_x: int = 64) -> torch.Tensor:
+    """The package's tensor map for gathers of four rows, in CPU memory; the package asks the driver for it."""
+    return torch.frombuffer(bytearray(encode_tensor_map(tensor, (1, box_x), 128)), dtype=torch.uint8).clone()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,34 @@ def find_tensor_maps(entry: Entry) -> list[Parameter]:
     ]
 
 
+def find_types(ptx: str, entry: Entry) -> dict[str, str]:
+    """PTX types of the kernel's parameters, as the text declares them."""
+    start = re.search(rf"\.entry\s+{re.escape(entry.name)}\s*\(", ptx)
+    header = ptx[start.end() : ptx.index("{", start.end())] if start else ""
+    return {name: kind for kind, name in re.findall(r"\.(\w+)\s+([\w$]+)(?:\[\d+\])?\s*(?=[,)]|$)", header)}
+
+
+def delete_statement(ptx: str, line: int, text: str) -> str:
+    """The PTX without one statement; a wait on an mbarrier becomes a predicate that is true.
+
+    Args:
+        ptx: the module.
+        line: on which the statement begins, from 1.
+        text: the statement, white space apart.
+
+    Raises:
+        ValueError: it does not stand there.
+    """
+    at = sum(len(row) + 1 for row in ptx.split("\n")[: line - 1])
+    pattern = r"\s*".join(re.escape(part) for part in re.findall(r"\w+|\W", text) if not part.isspace()) + r"\s*;"
+    found = re.compile(pattern).search(ptx, at)
+    if found is None or ptx.count("\n", at, found.start()) > 1:
+        raise ValueError(f"line {line}: {text!r} expected")
+    wait = re.match(r"(@!?\S+\s+)?mbarrier\.(?:try|test)_wait\S*\s+([^\s,]+)", text)
+    instead = f"{wait.group(1) or ''}setp.eq.u32 {wait.group(2)}, 0, 0;" if wait else ""
+    return ptx[: found.start()] + instead + ptx[found.end() :]
+
+
 def find_object(address: int, tensors: Sequence[NamedTensor]) -> tuple[NamedTensor, int] | None:
     """The tensor that holds an address, and the offset in it."""
     for tensor in tensors:
@@ -74,17 +102,19 @@ def find_object(address: int, tensors: Sequence[NamedTensor]) -> tuple[NamedTens
     return None
 
 
-def build_input(entry: Entry, launch: Launch, types: dict[str, str] | None = None) -> dict[str, Any]:
+def build_input(ptx: str, entry: Entry, launch: Launch, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of ``input.json``.
 
     Args:
+        ptx: the module that the kernel is in.
         entry: of the kernel.
         launch: as recorded.
-        types: PTX type of scalar parameters, as the text declares them.
+        settings: further top-level fields, such as ``assumptions``.
 
     Raises:
         ValueError: a tensor map starts outside all tensors.
     """
+    types = find_types(ptx, entry)
     values = dict(zip((p.name for p in entry.parameters), launch.values, strict=True))
     maps = find_tensor_maps(entry)
     declarations, arguments, shapes = [], [], []
@@ -107,7 +137,8 @@ def build_input(entry: Entry, launch: Launch, types: dict[str, str] | None = Non
                     }
                 )
             continue
-        kind = (types or {}).get(field.parameter.name, f"u{8 * field.size}").replace("b", "u", 1)
+        whole = field.size == field.parameter.size_bytes
+        kind = types[field.parameter.name].replace("b", "u") if whole else f"u{8 * field.size}"
         declarations.append({**declared, "type": kind})
         arguments.append({"field": field.name, "value": _number(kind, data)})
     return {
@@ -122,6 +153,7 @@ def build_input(entry: Entry, launch: Launch, types: dict[str, str] | None = Non
         "arguments": arguments,
         "tma_descriptors": [_descriptor(p, values[p.name], launch.tensors) for p in maps],
         "shape_arrays": shapes,
+        **settings,
     }
 
 

@@ -1,14 +1,15 @@
 """Kernels that the mutation, second-opinion and speed sessions know: a name, and who builds a case of it.
 
 A new kernel is one line in :data:`REGISTRY`: ``"name": "module:function"``. The function takes nothing, prepares the
-process (``cute_host.prepare(arch)``: one process compiles for one architecture) and returns a :class:`Subject`.
+process (``cute_host.prepare(arch)``: one process compiles for one architecture) and returns a :class:`Subject`, or
+several for a function of several kernels.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +22,19 @@ from ptx_emulator.report import NamedTensor, Report, Suppression
 
 REGISTRY: dict[str, str] = {
     "gemm": "ptx_emulator.gemm:subject",
-    "forward": "ptx_emulator.official:forward_subject",
-    "combine": "ptx_emulator.official:combine_subject",
+    "schedule": "ptx_emulator.official_subjects:schedule_subject",
+    "split": "ptx_emulator.official_subjects:split_subject",
+    "forward": "ptx_emulator.official_subjects:forward_subject",
+    "combine": "ptx_emulator.official_subjects:combine_subject",
+    "backward_sm100": "sm100_backward:subject",
+    "backward_sm90": "ptx_emulator.our_subjects:backward_sm90",
+    "tasks": "ptx_emulator.our_subjects:tasks",
+    "delta": "ptx_emulator.our_subjects:delta",
+    "postprocess": "ptx_emulator.our_subjects:postprocess",
+    "forward_sm90": "ptx_emulator.our_subjects:forward_sm90",
+    "index_sm90": "ptx_emulator.our_subjects:index_sm90",
+    "score_sm90": "ptx_emulator.our_subjects:score_sm90",
+    "select_sm90": "ptx_emulator.our_subjects:select_sm90",
 }
 """Kernel to the function that builds its case."""
 SMALL_ELEMENTS = 4096
@@ -47,6 +59,8 @@ class Subject:
         run: runs the case on fresh outputs; faults are in the report, never raised.
         ptx: the module that the kernel is in, for tools that read the text.
         tiny: a smaller case of the same kernel for the static verifier; None if this one is small.
+        verifier: settings for it (:mod:`ptx_emulator.sentry_input`), such as assumptions.
+        label: which kernel of several.
     """
 
     case: str
@@ -55,6 +69,8 @@ class Subject:
     run: Callable[[Options], Outcome]
     ptx: str = ""
     tiny: Callable[[Options], Outcome] | None = None
+    verifier: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def kernel(self) -> Kernel:
@@ -62,8 +78,8 @@ class Subject:
         return self.kernels[self.entry]
 
 
-def load(name: str) -> Subject:
-    """Build the case of a registered kernel, or of ``module:function``.
+def load(name: str) -> tuple[Subject, ...]:
+    """Build the cases of a registered kernel, or of ``module:function``.
 
     Raises:
         SystemExit: no such kernel.
@@ -72,8 +88,9 @@ def load(name: str) -> Subject:
     module, _, function = target.partition(":")
     if not function:
         raise SystemExit(f"no kernel {name!r}: {', '.join(REGISTRY)} or module:function expected")
-    build: Callable[[], Subject] = getattr(import_module(module), function)
-    return build()
+    build: Callable[[], Subject | Sequence[Subject]] = getattr(import_module(module), function)
+    built = build()
+    return (built,) if isinstance(built, Subject) else tuple(built)
 
 
 def subject_of_function(
@@ -83,6 +100,7 @@ def subject_of_function(
     find_wrong: Callable[[Sequence[Any]], set[str]],
     case: str,
     suppress: tuple[Suppression, ...] = (),
+    **settings: Any,
 ) -> Subject:
     """A subject of a function that ``cute.compile`` made.
 
@@ -93,6 +111,7 @@ def subject_of_function(
         find_wrong: names of the results that are wrong after a run, given the arguments.
         case: in words.
         suppress: findings that are expected in the whole kernel.
+        settings: other fields of :class:`Subject`.
     """
     from ptx_emulator.cute_host import CompiledFunction
 
@@ -108,7 +127,7 @@ def subject_of_function(
             return Outcome(report)
         return Outcome(report, frozenset(find_wrong(arguments)))
 
-    return Subject(case, function.kernels, entry, run, compiled.__ptx__)
+    return Subject(case, function.kernels, entry, run, compiled.__ptx__, **settings)
 
 
 def change_kernel(kernel: Kernel, change: Callable[[Program], None]) -> Kernel:
@@ -134,7 +153,7 @@ class Launch:
     values: tuple[bytes, ...]
     tensors: tuple[NamedTensor, ...]
     integers: dict[str, list[int]]
-    """Contents, at the time of the launch, of the int32 tensors that are small: they may decide branches."""
+    """Contents of the small int32 tensors that the launch left as they were: they may decide branches."""
 
 
 class Recorder(Kernel):
@@ -142,6 +161,7 @@ class Recorder(Kernel):
 
     def __init__(self, kernel: Kernel) -> None:
         vars(self).update(vars(kernel))
+        self.whole = kernel
         self.launches: list[Launch] = []
         self.counts = [0] * len(kernel.program.instructions)
 
@@ -156,12 +176,17 @@ class Recorder(Kernel):
         report: Report,
     ) -> None:
         """Note and run one launch; as :meth:`Kernel.run`."""
-        small = [t for t in tensors if t.tensor.dtype == torch.int32 and t.tensor.numel() <= SMALL_ELEMENTS]
-        integers = {t.name: t.tensor.flatten().tolist() for t in small if t.tensor.is_contiguous()}
-        sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
-        self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), integers))
+        before = _read_integers(tensors)
         super().run(grid, block, dynamic_shared_bytes, values, tensors, options, report)
+        kept = {name: numbers for name, numbers in _read_integers(tensors).items() if before[name] == numbers}
+        sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
+        self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), kept))
         self.counts = [a + b for a, b in zip(self.counts, self.interpreter.profile(), strict=True)]
+
+
+def _read_integers(tensors: Sequence[NamedTensor]) -> dict[str, list[int]]:
+    small = [t for t in tensors if t.tensor.dtype == torch.int32 and t.tensor.numel() <= SMALL_ELEMENTS]
+    return {t.name: t.tensor.flatten().tolist() for t in small if t.tensor.is_contiguous()}
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
