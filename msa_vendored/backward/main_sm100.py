@@ -233,7 +233,12 @@ def compile_main(
     operands = [
         _fake(BFloat16, length, heads, HEAD_DIM) for length, heads in ((tokens, query_heads), (rows, key_heads))
     ]
-    tables = [_fake(Int32, tasks, 4), _fake(Int32, tasks, slots), _fake(Int32, tasks, slots), _fake(Int32, 8)]
+    tables = [
+        _fake(Int32, tasks, 4),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, cute.sym_int()),
+    ]
     lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
     kernel: MainKernel
     if deterministic:

@@ -79,8 +79,8 @@ or Q and dO were read for the last time in a segment; 6, 7: the warpgroup's own 
 def dkv_sum_index(key: int, d: int) -> int:
     """Where element (key of the block, d) is in the 128 * 128 elements of a block of ``dk_sum`` or ``dv_sum``.
 
-    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are 8
-    columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
+    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are
+    8 columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
     2 (l % 4) + i % 2.
     """
     warp, lane, below = key // 16, key % 8 * 4 + d % 8 // 2, key % 16 // 8
@@ -679,7 +679,7 @@ class MainBackwardSm90:
         thread: Int32,
         group: Int32,
     ) -> None:
-        """dQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
+        """DQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
         cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
         # Lane i of a warp keeps the token of box i of its dQ.
         boxes, warp, lane = 16 // min(self.ratio, 8), thread // 32, thread % 32
@@ -735,7 +735,7 @@ class MainBackwardSm90:
         first_lane: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ) -> None:
-        """Add boxes of this warp's shared memory to their tokens; token -1 is outside of the tensor and adds nothing."""
+        """Add boxes of this warp's shared memory to their tokens; token -1 lies outside of the tensor: no addition."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         for box in cutlass.range_constexpr(count):
