@@ -180,13 +180,10 @@ def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offse
     _assemble(text, [], [address, *values, where])
 
 
-def copy_async(target: Any, source: Any, where: Any) -> None:
-    """16 bytes from global to shared memory, or zeros if ``where`` is negative."""
-    text = (
-        "{\n\t.reg .pred p;\n\t.reg .b32 n;\n\tsetp.ge.s32 p, $2, 0;\n\tselp.b32 n, 16, 0, p;\n\t"
-        "cp.async.cg.shared.global [$0], [$1], 16, n;\n\t}"
-    )
-    _assemble(text, [], [target, source, where])
+def copy_async(target: Any, target_offset: int, source: Any, source_offset: int, size_bytes: Any) -> None:
+    """16 bytes from global to shared memory, of which the first ``size_bytes`` are read and the rest are zeros."""
+    text = f"cp.async.cg.shared.global [$0+{target_offset}], [$1+{source_offset}], 16, $2;"
+    _assemble(text, [], [target, source, size_bytes])
 
 
 def wait_async_copies() -> None:
