@@ -18,7 +18,7 @@ from cutlass import Int64
 
 from msa_vendored.backward import sm100_ptx as ptx
 from msa_vendored.backward.sm100_layout import HEAD_DIM, TILE, Barrier, Column
-from msa_vendored.backward.sm100_reduce import PREFETCHED_SLOTS, ReduceRole
+from msa_vendored.backward.sm100_reduce import TOKEN_BATCH, ReduceRole
 from msa_vendored.backward.sm100_walk import Context
 
 
@@ -32,7 +32,7 @@ class FixedPointReduceRole(ReduceRole):
         token_heads = c.key_heads * self.ratio
         for slot in range(self.slots):
             if slot >= len(tokens):
-                tokens = tokens + self.query_rows(c, task, slot, PREFETCHED_SLOTS)
+                tokens = tokens + self.query_rows(c, task, slot, TOKEN_BATCH)
             row = Int64(cutlass.max(tokens[slot], 0)) * token_heads + Int64(head * self.ratio)
             address = c.dq_pool + row * row_bytes + Int64(dim * 4)
             width = min(self.ratio, 4)
