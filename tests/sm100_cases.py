@@ -24,7 +24,7 @@ class Case:
         selection: ``random`` (own block and random ones before it), ``hot`` (block 0 and nothing else beyond the own
             block), ``sparse`` (any number of blocks, also later ones and none at all).
         grad_scale: standard deviation of dO.
-        accumulation: of dQ: ``bf16``, ``fp32``, or ``fixed`` for the deterministic variant.
+        accumulation: of dQ: ``bf16`` or ``fp32``.
         ctas: of the grid.
         chunk: tasks of a chunk of the walk at most.
         poison: fill of padding rows of K and V.
