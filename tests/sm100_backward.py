@@ -1,4 +1,4 @@
-"""Runs the SM100 main backward kernel in the emulator: ``python -m sm100_backward`` reads cases as JSON lines.
+"""Runs the SM100 main backward kernel in the emulator: ``python -m sm100_backward [ARCH [large]]``.
 
 One process compiles for one architecture, and the DSL must not be imported before :func:`cute_host.prepare`, so that
 tests start this as a subprocess. One JSON line is printed for each run.
@@ -20,7 +20,7 @@ import torch
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
-from sm100_cases import BLOCK, DIM, Case, Problem, count_segments, make_problem, reached_rows
+from sm100_cases import BLOCK, DIM, LARGE, Case, Problem, count_segments, make_problem, reached_rows
 
 MUTATED_TOLERANCE = 3e-3
 
@@ -131,14 +131,15 @@ def subject() -> Any:
 
 
 def main() -> int:
-    """Run the cases on standard input."""
-    cute_host.prepare(sys.argv[1] if len(sys.argv) > 1 else "sm_100a")
-    for line in sys.stdin:
-        if line.strip():
-            case = Case(**json.loads(line))
-            problem = make_problem(case)
-            for schedule, seed, checked in case.schedules:
-                print(json.dumps(asdict(run(case, problem, schedule, seed, checked))), flush=True)
+    """Run the cases on standard input, or, with ``large``, those of ``sm100_cases``."""
+    arch, *words = sys.argv[1:] or ["sm_100a"]
+    cute_host.prepare(arch)
+    cases = LARGE if words == ["large"] else (Case(**json.loads(line)) for line in sys.stdin if line.strip())
+    for case in cases:
+        problem = make_problem(case)
+        for schedule, seed, checked in case.schedules:
+            result = {"case": str(case), **asdict(run(case, problem, schedule, seed, checked))}
+            print(json.dumps(result), flush=True)
     return 0
 
 

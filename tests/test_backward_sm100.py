@@ -108,6 +108,17 @@ def test_instructions_stay_within_budget(results: dict[str, list[dict[str, Any]]
     assert run["instructions"] <= 5_700 * run["tasks"] + 1_500 * run["segments"] + 2 * 700
 
 
+def test_confirmation_script_refuses_a_machine_without_a_gpu() -> None:
+    """A script that prints times of another device, or passes where nothing ran."""
+    script = TESTS.parent / "benchmarks" / "sm100.py"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "needs a GPU of compute capability 10.0 or 10.3, found no CUDA device\n"
+
+
 def test_sm103_compiles_and_computes_the_same(tmp_path: Path) -> None:
     """An instruction or a layout that only sm_100a accepts."""
     case = {"lengths": [133, 3], "topk": 2, "ctas": 1, "schedules": ONE_RANDOM}
