@@ -121,9 +121,8 @@ def time_variants(tokens: int, device: str) -> None:
     flops = problem.edges * 16 * 5 * 2 * 128 * 128
     for options in VARIANTS:
         milliseconds = time_call(problem, options)
-        print(
-            f"{tokens} tokens {options or 'default'!s:32} {milliseconds:.3f} ms {flops / milliseconds / 1e9:.0f} TFLOP/s"
-        )
+        rate = flops / milliseconds / 1e9
+        print(f"{tokens} tokens {options or 'default'!s:32} {milliseconds:.3f} ms {rate:.0f} TFLOP/s", flush=True)
         for name, microseconds in profile_call(problem, options):
             print(f"    {microseconds:10.1f} us  {name[:100]}")
 
