@@ -1,4 +1,4 @@
-"""Counts what the SM100 main backward kernel executes: ``python -m sm100_cost [ratio] [bf16|fp32|fixed]``.
+"""Counts what the SM100 main backward kernel executes: ``python -m sm100_cost [ratio] [bf16|fp32]``.
 
 Dynamic PTX warp instructions of each role, fitted to tiles, segments, CTAs with work and CTAs without over several
 walks of one problem, and how often each kind of instruction runs for one tile. Retries of waits are included.
@@ -58,9 +58,9 @@ def count(case: Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[str]
         tally: Counter[str] = Counter()
         for pc in pcs:
             text = program.statement(pc).text
-            opcode = re.sub(r"^@!?%p\d+\s+|^\{\s*", "", text)
+            opcode = re.sub(r"^@!?\S+\s+|^\{\s*", "", text)
             tally.update(
-                {kind: profile[pc] for kind in KINDS if opcode.startswith(kind) or kind in PARTS and kind in opcode}
+                {kind: profile[pc] for kind in KINDS if opcode.startswith(kind) or (kind in PARTS and kind in opcode)}
             )
         kinds[role] = tally
     chunks = int(problem.descriptor[4])
