@@ -737,11 +737,7 @@ class MainBackwardSm90:
         first_lane: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ) -> None:
-<<<<<<< HEAD
-        """Add boxes of this warp's shared memory to their tokens; token -1 lies outside of the tensor: no addition."""
-=======
         """Add boxes of this warp's shared memory to their tokens; a slot without a query adds nothing."""
->>>>>>> 536ff8cb288db771fc81e8c8b8d9cff72efb3142
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         for box in cutlass.range_constexpr(count):
