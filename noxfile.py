@@ -20,6 +20,11 @@ nox.options.sessions = ["lint", "build", "tests"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 BUILD_REQUIRES = PROJECT["build-system"]["requires"]
 
+DSL_VERSIONS = sorted(
+    {pin["tested_with"]["nvidia-cutlass-dsl"] for pin in nox.project.load_toml("third_party/msa.lock.toml")["pins"]}
+)
+"""Versions of CuTe DSL that the pins were tested with."""
+
 # Keeps the current folder off sys.path, in subprocesses of the tests too: the checkout has no patched tree.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
@@ -128,6 +133,19 @@ def patch(session: nox.Session) -> None:
     """Make, refresh, drop or list patches [-- new NAME | refresh NAME | drop NAME | list]: see docs/upgrade.md."""
     session.install(*BUILD_REQUIRES)
     run_vendoring(session, "patch")
+
+
+@nox.session(reuse_venv=True)
+@nox.parametrize("dsl", DSL_VERSIONS)
+def kernels(session: nox.Session, dsl: str) -> None:
+    """Compile our kernels for three architectures with each DSL that a pin wants; fail on spills and other limits.
+
+    [-- --only NAME]: part of the stage's name. ``nox -s "kernels(dsl='4.6.2')"`` takes one version.
+    """
+    install_group(session, "test")
+    session.install(f"nvidia-cutlass-dsl=={dsl}")
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        session.run("python", "-m", "msa_vendored.kernel_report", "--arch", arch, *session.posargs)
 
 
 @nox.session(reuse_venv=True)

@@ -98,6 +98,26 @@ def run_too_few_rows(emulation: Emulation) -> None:
         csr.build_with_kernels(*operands, 1, 1, emulation.load)
 
 
+def run_unusable_selections(emulation: Emulation) -> None:
+    """The device-side assertion of the index fires for what the training API calls unusable, and for nothing else."""
+    from msa_vendored.hopper import csr
+    from msa_vendored.training.checks import usable_queries
+
+    bounds = torch.tensor([0, 300, 400], dtype=torch.int32)
+    for edit in ([0, 1, 2, -1], [2, 0, 1, -1], [0, 0, -1, -1], [3, -1, -1, -1], [0, -1, 1, -1], [-2, -1, -1, -1]):
+        ids = torch.tensor([0, -1, -1, -1], dtype=torch.int32).repeat(2, 400, 1)
+        ids[1, 290] = torch.tensor(edit, dtype=torch.int32)
+
+        def build(ids: Tensor = ids) -> Any:
+            return csr.build_with_kernels(ids, bounds, bounds, 4, 1, emulation.load, check_selection=True)
+
+        if bool(usable_queries(ids, bounds).all()):
+            build()
+            continue
+        with pytest.raises(RuntimeError, match="repeat a block"):
+            build()
+
+
 def score_both(
     emulation: Emulation,
     lengths: Sequence[int],
@@ -151,6 +171,29 @@ def run_selection(emulation: Emulation, lengths: Sequence[int], topk: int, init:
     assert torch.equal(got, want), f"{int((got != want).any(2).sum())} of {want.shape[1]} queries differ"
 
 
+def run_fused_selection(
+    emulation: Emulation, lengths: Sequence[int], keys: Sequence[int], heads: int, topk: int, init: int, local: int
+) -> None:
+    """Scores and ranking in one kernel, against the reference's ranking; integers make ties."""
+    from msa_vendored.hopper import score, select
+    from msa_vendored.training import Microbatch, select_blocks
+
+    torch.manual_seed(topk + heads)
+    index_q = torch.randint(-1, 2, (sum(lengths), heads, 128)).bfloat16()
+    index_k = torch.randint(-1, 2, (sum(keys), 1, 128)).bfloat16()
+    bounds, key_bounds = (torch.tensor([0, *counts]).cumsum(0) for counts in (lengths, keys))
+    batch = Microbatch.from_cu_seqlens(bounds, (init, local), key_cu_seqlens=key_bounds)
+    plan = score.fmha_sm100_plan(batch.lengths, batch.key_lengths, heads, num_kv_heads=1, output_maxscore=True)[3]
+    assert isinstance(plan, score.ScorePlan)
+    want = select_blocks(index_q, index_k, batch, topk=topk)
+    work = select.share_segments(plan, torch.device("cpu"), ctas=2)
+    with poisoned_empty():
+        got = select.select_fused(
+            index_q, index_k, work, init=init, local=local, topk=topk, load=emulation.load
+        )  # fmt: skip
+    assert torch.equal(got, want), f"{int((got != want).any(2).sum())} of {want.shape[1]} queries differ"
+
+
 def run_ranking(emulation: Emulation, topk: int) -> None:
     """NaN, infinities, zeros of both signs and ties, ranked as the reference ranks them."""
     from msa_vendored.hopper.select_kernel import compile_select
@@ -174,12 +217,19 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = 
     "index with a prefix and spare rows": (run_index, (ODD, PREFIX, 4, 2, 1, 3), {}),
     "index of one document": (run_index, ([641], [641], 4, 1, 2, 0), {}),
     "index with too few rows": (run_too_few_rows, (), {}),
-    "scores of odd lengths": (run_scores, (ODD, ODD, 4, 1, 3), {}),
-    "scores with a prefix, six heads of two": (run_scores, ([130, 37], [300, 37], 6, 2, 2), {}),
+    "index of unusable selections": (run_unusable_selections, (), {}),
+    "scores of odd lengths": (run_scores, (ODD, ODD, 4, 1, 2), {}),
+    "scores with a prefix, six heads of two": (run_scores, ([130, 37], [700, 37], 6, 2, 1), {}),
     "scores with an offset that hides keys": (run_scores, ([140], [300], 1, 1, 1), {"qo_offset": -70}),
     "scores of all keys": (run_scores, ([70], [260], 4, 1, 2), {"causal": False}),
     "selection in one chunk": (run_selection, ([700, 5, 1], 4, 1, 1, 1 << 20), {}),
     "selection in three chunks": (run_selection, ([700, 5, 1], 4, 0, 0, 4 * 6 * 256), {}),
+    "selection in one kernel": (run_fused_selection, ([700, 5, 1], [700, 5, 1], 4, 4, 1, 1), {}),
+    "selection in one kernel with a prefix, three heads": (
+        run_fused_selection,
+        ([60, 130], [700, 200], 3, 4, 0, 0),
+        {},
+    ),
     "ranking of 16": (run_ranking, (16,), {}),
     "ranking of 32": (run_ranking, (32,), {}),
 }
@@ -187,10 +237,12 @@ SCHEDULES = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
 
 
 def main() -> int:
-    """Run every case under every schedule."""
+    """Run every case, or those whose names contain the argument, under every schedule."""
     cute_host.prepare("sm_90a")
     emulation = Emulation()
     for name, (run, arguments, options) in CASES.items():
+        if sys.argv[1:] and sys.argv[1] not in name:
+            continue
         for emulation.schedule in SCHEDULES:
             try:
                 run(emulation, *arguments, **options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msa_vendored.backward import MSABackwardSchedule, engine, error_word, stages
+from msa_vendored.backward import MSABackwardSchedule, engine, error_word, launch, stages
 from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.error_word import ErrorWord, ScheduleError
 from msa_vendored.backward.plan import Sizes, plan_call
@@ -24,8 +25,9 @@ from msa_vendored.backward.stages import (
     Stages,
     Structure,
     Walk,
-    arch_of,
+    find_arch,
     load_stages,
+    require_arch,
 )
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
@@ -133,6 +135,13 @@ def test_scales_are_taken_as_they_are() -> None:
     assert [require_scale(scale) for scale in (None, 0, -2.5)] == [128**-0.5, 0.0, -2.5]
 
 
+@pytest.fixture(autouse=True)
+def no_device_remembered() -> Iterator[None]:
+    find_arch.cache_clear()
+    yield
+    find_arch.cache_clear()
+
+
 WRONG_DEVICES = [((8, 0), "A100", "A100, compute capability 8.0"), ((12, 0), "B40", "B40, compute capability 12.0")]
 
 
@@ -144,7 +153,7 @@ def test_a_gpu_without_kernels_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     with pytest.raises(UnavailableError) as caught:
-        arch_of(torch.device("cuda", 0))
+        require_arch(torch.device("cuda", 0))
     assert caught.value.got == got
     assert caught.value.expected == "an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3"
 
@@ -153,16 +162,67 @@ def test_a_gpu_without_kernels_is_named(
 def test_each_gpu_gets_its_own_code(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
     """Guards against sm_100a code on an SM103, which does not run it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert arch_of(torch.device("cuda", 0)) == arch
+    assert require_arch(torch.device("cuda", 0)) == arch
 
 
 def test_the_device_is_refused_before_anything_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards "nothing was compiled": neither the DSL nor a cache is touched for a tensor on the CPU."""
-    monkeypatch.setattr(engine, "load_stages", lambda structure: pytest.fail("kernels were loaded"))
+    monkeypatch.setattr(engine, "get_stages", lambda structure: pytest.fail("kernels were loaded"))
     call = make_call(query_heads=12)  # wrong as well, but the device comes first
     with pytest.raises(UnavailableError, match="run_backward has no kernels for this device") as caught:
         engine.run_backward(**call)
     assert caught.value.got == "device cpu"
+
+
+LAUNCHED_ELSEWHERE = [
+    (None, "device cpu"),
+    ((9, 0), "a card, compute capability 9.0"),
+    ((12, 0), "a card, compute capability 12.0"),
+]
+
+
+@pytest.mark.parametrize(("capability", "got"), LAUNCHED_ELSEWHERE)
+def test_the_sm100_launcher_names_a_gpu_that_it_does_not_run_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, got: str
+) -> None:
+    """Guards the bundle: on Hopper it must not compile for Hopper, and on the CPU not compute in PyTorch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(engine, "run_backward", lambda **arguments: pytest.fail("the engine was called"))
+    q: Any = make_call()["q"]
+    if capability is not None:
+        monkeypatch.setattr(launch, "require_tensor", lambda name, value: None)
+        q = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(UnavailableError) as caught:
+        launch.run_backward(**{**make_call(), "q": q})
+    assert str(caught.value) == (
+        "the sm100 launcher run_backward cannot run on this device\n"
+        f"  where:    tensors on {q.device}\n"
+        "  expected: an NVIDIA GPU of compute capability 10.0 or 10.3 (B200, B300)\n"
+        f"  got:      {got}\n"
+        '  next:     use kernels(backend="sm90") on a Hopper GPU, kernels(backend="reference") on any device'
+    )
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_the_sm100_launcher_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Guards an option that the outer function drops."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "require_tensor", lambda name, value: None)
+    monkeypatch.setattr(engine, "run_backward", lambda **arguments: arguments)
+    call = make_call() | {"q": SimpleNamespace(device=torch.device("cuda", 0))}
+    call |= {"softmax_scale": 0.5, "dq_accumulation": "fp32", "deterministic": True, "check": True}
+    assert launch.run_backward(**call) == call  # type: ignore[comparison-overlap]  # what the stand-in returns
+
+
+def test_the_contract_takes_the_engines_options() -> None:
+    """Guards two signatures of one call."""
+    outer, inner = (inspect.signature(function).parameters for function in (launch.run_backward, engine.run_backward))
+    assert outer == inner
+    assert {p.kind for p in outer.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert [name for name, p in outer.items() if p.default is p.empty] == [
+        "q", "k_aligned", "v_aligned", "grad_out", "lse", "out", "schedule",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("deterministic", "walks"), [(False, ["even"]), (True, ["blocks", "windows"])])
@@ -176,8 +236,8 @@ def test_determinism_takes_passes_that_own_what_they_add_to(arch: str, determini
         loaded.append(options)
         return lambda *arguments: None
 
-    stages = load_stages(Structure(arch, 16, "bf16", deterministic), load=load)
-    assert [run.walk for run in stages.passes] == walks
+    passes = load_stages(Structure(arch, 16, "bf16", deterministic), load=load).passes
+    assert [run.walk for run in passes] == walks
     assert [options["walk"] for options in loaded if "walk" in options] == walks
 
 
@@ -237,7 +297,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
+    monkeypatch.setattr(engine, "require_arch", lambda device: "sm_100a")
 
     def load(structure: Structure) -> Stages:
         calls.append(("load", structure))
@@ -246,12 +306,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         )
         return Stages(record("delta"), passes, record("main"), record("postprocess"), Walk(512, 64))
 
-    monkeypatch.setattr(engine, "load_stages", load)
+    monkeypatch.setattr(engine, "get_stages", load)
     monkeypatch.setattr(engine, "_ready", set())
     monkeypatch.setattr(error_word, "_words", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    properties = SimpleNamespace(multi_processor_count=148)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(engine, "count_multiprocessors", lambda device: 148)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return calls
 

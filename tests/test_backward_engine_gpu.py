@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
 """Relative Frobenius error against the float64 reference: bf16 rounding of P, dS and the result, 2^-9 = 2.0e-3 each in
 the worst case; measured in the emulator 2.2e-3 to 3.2e-3."""
-DOCUMENTS = (127, 129, 1, 2, 3, 5, 128, 300)
+DOCUMENTS = (127, 129, 1, 2, 3, 5, 128, 700)
 FIELDS = tuple(field.name for field in fields(BackwardSchedule))
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,11 +32,12 @@ def make_schedule(schedule: BackwardSchedule, change: Callable[[torch.Tensor], t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Arguments on a GPU and the expected gradients on the CPU."""
+    """Arguments on a GPU; expected gradients, and workspace rows that hold a key, on the CPU."""
 
     operands: dict[str, torch.Tensor]
     schedule: BackwardSchedule
     expected: Gradients
+    key_rows: torch.Tensor
 
     def run(self, **changes: Any) -> Gradients:
         return run_backward(**{**self.operands, "schedule": self.schedule, **changes})
@@ -76,7 +77,7 @@ def make_call(
     operands |= {name: workspace.align(tensor, torch.nan) for name, tensor in aligned.items()}
     operands["lse"] = lse
     schedule = BackwardSchedule(*(tensor.to(device) for tensor in tensors))
-    return Call({name: tensor.to(device) for name, tensor in operands.items()}, schedule, expected)
+    return Call({name: tensor.to(device) for name, tensor in operands.items()}, schedule, expected, workspace.positions)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +96,10 @@ def test_gradients_are_right_and_padding_is_zero(call: Call) -> None:
     """Guards the whole chain on the card: NaN in padding rows must neither spread nor come back."""
     gradients = call.run(check=True)
     call.require_right(gradients)
-    outside = ~torch.zeros(gradients[1].shape[0], dtype=torch.bool).index_fill_(
-        0, (call.expected[1].abs().sum((1, 2)) != 0).nonzero()[:, 0], True
-    )
+    outside = torch.ones(gradients[1].shape[0], dtype=torch.bool).index_fill_(0, call.key_rows, False)
     assert outside.any()
     assert not gradients[1].cpu()[outside].any()
+    assert not gradients[2].cpu()[outside].any()
     assert not any(gradient.requires_grad for gradient in gradients)
 
 
@@ -192,8 +192,10 @@ def test_a_first_call_inside_a_capture_is_refused() -> None:
 
     engine._ready.clear()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(CaptureError, match="call run_backward once, then capture"):
-        call.run()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # torch warns about an empty graph
+        with pytest.raises(CaptureError, match="call run_backward once, then capture"):
+            call.run()
     call.require_right(call.run(check=True))
 
 

@@ -20,7 +20,7 @@ from msa_vendored.bench.timing import Timing
 from msa_vendored.bench.workload import Case, Operands
 
 CPU = torch.device("cpu")
-PACK = Case("pack", (150, 130, 1))
+PACK = Case("pack", (140, 30, 1))
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,16 @@
 """The SM90 launchers together, through ``select_blocks`` and ``sparse_attention``, on a Hopper GPU.
 
-Tolerances: out, dq, dk and dv are rounded to bf16 (relative error 2^-9 = 2.0e-3 at most) after bf16 P, dS and partial
-sums, so 3e-3 in relative L2 against float32; the LSE is float32 through ex2 and lg2, so 1e-4.
+Tolerances, relative L2 against float32: out, dk and dv are rounded to bf16 (2^-9 = 2.0e-3 at most) after bf16 P and dS.
+Measured here 2.1e-3, 3.0e-3 and 2.3e-3, as in other bf16 kernels (2.1e-3 to 3.0e-3); so 3e-3, and 3.5e-3 for dk, which
+also has the rounding of ``out`` through delta. dq adds up to 16 blocks: 3e-3 with float32 sums; with bf16 sums, the
+default, each addition rounds, measured 3.3e-3 to 5.4e-3, and 7e-3 is the limit of NeMo Automodel's tests. The LSE is
+float32 through ex2 and lg2, so 1e-4.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +22,9 @@ from torch import Tensor
 from msa_vendored import compiling, kernels
 from msa_vendored.bench import check, workload
 from msa_vendored.hopper import csr, score, select
+from msa_vendored.reference import BackwardSchedule
 from msa_vendored.training import (
     Microbatch,
-    NotDeterministicError,
     ops,
     resolve_backend,
     select_blocks,
@@ -27,7 +32,8 @@ from msa_vendored.training import (
 )
 
 CUDA = torch.device("cuda", 0)
-TOLERANCE, LSE_TOLERANCE = 3e-3, 1e-4
+TOLERANCES = {"out": 3e-3, "dq": 7e-3, "dk": 3.5e-3, "dv": 3e-3}
+EXACT_DQ_TOLERANCE, LSE_TOLERANCE = 3e-3, 1e-4
 
 
 def is_hopper() -> bool:
@@ -100,8 +106,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_close(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    errors = {name: relative_error(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)}
-    assert all(error < TOLERANCE for error in errors.values()), errors
+    errors = {name: relative_error(a, b) for name, a, b in zip(TOLERANCES, got, want, strict=True)}
+    assert {name: error for name, error in errors.items() if not error < TOLERANCES[name]} == {}, errors
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -164,6 +170,24 @@ def assert_same_index(block_ids: Tensor, batch: Microbatch, spare_rows: int) -> 
     assert torch.equal(got[1], want[1])
     for name in ("scheduler_metadata", "work_count", "qsplit_indices", "split_counts"):
         assert torch.equal(getattr(got[2], name), getattr(want[2], name)), name
+
+
+def test_dq_with_float32_sums() -> None:
+    """Guards the accumulation type against being dropped on the way, and the kernel behind it."""
+    layer = make_layer([2177, 300])
+    batch = layer.microbatch
+    q, k, v = layer.inputs
+    out, lse, row_ptr, q_indices, items, work_count = launch_forward(layer, "sm90")
+    starts = batch.document_workspace_starts
+    schedule = BackwardSchedule(row_ptr, q_indices, items, work_count, batch.cu_seqlens, starts)
+    k_aligned, v_aligned = batch.to_workspace(k), batch.to_workspace(v)
+    dq, dk, dv = kernels(backend="sm90").run_backward(
+        q=q, k_aligned=k_aligned, v_aligned=v_aligned, grad_out=layer.grad_out, lse=lse, out=out, schedule=schedule,
+        dq_accumulation="fp32",
+    )  # fmt: skip
+    want = layer.to_float().run("reference")
+    assert_close([out, dq, batch.from_workspace(dk), batch.from_workspace(dv)], want)
+    assert relative_error(dq, want[1]) < EXACT_DQ_TOLERANCE
 
 
 @pytest.mark.parametrize("topk", [4, 8, 16, 32])
@@ -313,6 +337,8 @@ def test_selection_agrees_with_the_reference(lengths: list[int], topk: int) -> N
     positions = batch.document_positions
     got = select.select_in_chunks(index_q, index_k, chunks, positions, init=1, local=1, topk=topk)
     assert torch.equal(got, want)
+    work = select.share_segments(plan, CUDA, ctas=7)
+    assert torch.equal(select.select_fused(index_q, index_k, work, init=1, local=1, topk=topk), want)
 
 
 def test_scores_agree_with_the_reference() -> None:
@@ -343,22 +369,53 @@ def test_a_whole_pack_of_196608_tokens() -> None:
     results = layer.run()
     assert all(bool(torch.isfinite(tensor).all()) for tensor in results)
     errors = check.compare_sample(operands, check.Results(results[0], None, *results[1:]), dense=False)
-    assert set(errors) == {"out", "dq", "dk", "dv"}
-    assert all(error < TOLERANCE for error in errors.values()), errors
+    assert set(errors) == set(TOLERANCES)
+    assert {name: error for name, error in errors.items() if not error < TOLERANCES[name]} == {}, errors
     ids = select_blocks(operands.index_q, operands.index_k, batch)
     assert ids.shape == (4, 196608, 16)
     assert bool((ids.amax(2) == batch.document_positions // 128).all())
 
 
-def test_forward_repeats_bitwise_and_deterministic_algorithms_are_refused() -> None:
-    """Guards a forward that depends on timing, and a backward with atomics that is taken for repeatable."""
+def test_deterministic_algorithms_repeat_bitwise() -> None:
+    """Guards a forward that depends on timing, and a backward whose sums do, although they were asked not to."""
     layer = make_layer([1500, 300])
-    first, second = (launch_forward(layer, "sm90") for _ in range(2))
-    for mine, again in zip(first, second, strict=True):
-        assert torch.equal(mine, again)
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(NotDeterministicError, match="no deterministic sm90 kernels"):
-            layer.run()
+        first, *others = (layer.run() for _ in range(4))
+        index, *indices = (launch_forward(layer, "sm90") for _ in range(3))
     finally:
         torch.use_deterministic_algorithms(False)
+    for again in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, again, strict=True))
+    for again in indices:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(index, again, strict=True))
+    assert_close(first, layer.to_float().run("reference"))
+
+
+FAULT = """
+import torch
+from msa_vendored.training import Microbatch, sparse_attention
+batch = Microbatch.from_cu_seqlens(torch.tensor([0, 300, 400]), device="cuda")
+q, k, v = (torch.randn(400, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2))
+ids = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device="cuda").repeat(2, 400, 1)
+ids[:, :300, 1] = 2
+sparse_attention(q, k, v, ids, batch)
+torch.cuda.synchronize()
+print("usable")
+ids[1, 290, 1] = 0
+sparse_attention(q, k, v, ids, batch, check_selection=False)
+torch.cuda.synchronize()
+print("trusted")
+sparse_attention(q, k, v, ids, batch)
+print("issued")
+torch.cuda.synchronize()
+print("not noticed")
+"""
+
+
+def test_an_unusable_selection_ends_the_run_at_the_next_synchronisation() -> None:
+    """Guards keys that are counted twice; a process of its own, since the device is lost with the assertion."""
+    result = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=300, check=False)
+    assert result.stdout == "usable\ntrusted\nissued\n", result.stderr[-2000:]
+    assert result.returncode != 0
+    assert "assert" in result.stderr

@@ -10,6 +10,7 @@ SM100, SM103 and SM90 differ in the main kernel and in the order of the elements
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -19,7 +20,14 @@ from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
 from msa_vendored.backward.plan import Sizes, plan_call
 from msa_vendored.backward.schedule import MSABackwardSchedule, aligned_schedule
-from msa_vendored.backward.stages import MainArguments, Stages, Structure, arch_of, load_stages
+from msa_vendored.backward.stages import (
+    MainArguments,
+    Stages,
+    Structure,
+    count_multiprocessors,
+    load_stages,
+    require_arch,
+)
 from msa_vendored.backward.tasks import grid_bound
 from msa_vendored.errors import MSAVendoredError
 
@@ -87,7 +95,7 @@ def run_backward(
         8 to 9 bytes per selected block, query and key head). The first call on a device compiles or loads kernels.
     """
     require_tensor("q", q)
-    arch = arch_of(q.device)
+    arch = require_arch(q.device)
     sizes = require_operands(
         schedule,
         dq_accumulation,
@@ -99,14 +107,21 @@ def run_backward(
     with torch.no_grad(), torch.cuda.device(q.device):
         error = get_error_word(q.device)
         error.raise_seen()
-        stages = load_stages(structure)
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        stages = get_stages(structure)
         operands = tuple(aligned_operand(t) for t in (q, k_aligned, v_aligned, grad_out, lse, out))
-        results = launch(stages, operands, aligned_schedule(schedule), sizes, scale, multiprocessors, error)
+        results = launch(
+            stages, operands, aligned_schedule(schedule), sizes, scale, count_multiprocessors(q.device), error
+        )
         _ready.add((q.device, structure))
         if check:
             error.raise_now()
     return results
+
+
+@lru_cache(maxsize=64)
+def get_stages(structure: Structure) -> Stages:
+    """As :func:`msa_vendored.backward.stages.load_stages`, remembered: looking each kernel up takes 0.1 ms a call."""
+    return load_stages(structure)
 
 
 _ready: set[tuple[torch.device, Structure]] = set()

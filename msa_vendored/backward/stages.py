@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -123,26 +124,45 @@ class Stages:
     walk: Walk
 
 
-def arch_of(device: torch.device) -> str:
-    """Architecture that kernels for ``device`` are compiled for.
+@lru_cache(maxsize=64)
+def find_arch(device: torch.device) -> str | None:
+    """Architecture that kernels for ``device`` are compiled for, None if there are none.
+
+    Remembered, since asking the driver takes 10 us.
+    """
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def describe_device(device: torch.device) -> str:
+    """What a device is, for error messages."""
+    if device.type != "cuda":
+        return f"device {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def require_arch(device: torch.device) -> str:
+    """As :func:`find_arch`.
 
     Raises:
         UnavailableError: no GPU, or one that the kernels are not written for; the message names it.
     """
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability in ARCHITECTURES:
-            return ARCHITECTURES[capability]
-        found = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
-    else:
-        found = f"device {device}"
-    raise UnavailableError(
-        "run_backward has no kernels for this device",
-        where=f"tensors on {device}",
-        expected="an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3",
-        got=found,
-        next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
-    )
+    arch = find_arch(device)
+    if arch is None:
+        raise UnavailableError(
+            "run_backward has no kernels for this device",
+            where=f"tensors on {device}",
+            expected="an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3",
+            got=describe_device(device),
+            next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
+        )
+    return arch
+
+
+@lru_cache(maxsize=64)
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel) -> Stages:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
     parser.add_argument("--packs", type=Path, help="file of packs: JSON lines with case_id and cu_seqlens")
     parser.add_argument("--no-packs", action="store_true", help="leave packed documents out")
-    parser.add_argument("--whole-pack", action="store_true", help=f"also {WHOLE_PACK_TOKENS:,} packed tokens")
+    parser.add_argument("--no-whole-pack", action="store_true", help=f"leave {WHOLE_PACK_TOKENS:,} packed tokens out")
     parser.add_argument("--iterations", type=int, default=20, help="timed calls of each part")
     parser.add_argument("--operand-sets", type=int, default=2, help="sets of operands that calls rotate over")
     parser.add_argument("--seed", type=int, default=1)
@@ -83,7 +83,7 @@ def list_cases(options: argparse.Namespace) -> list[Case]:
     ]
     if options.no_packs:
         return cases
-    sizes = [PACK_TOKENS, WHOLE_PACK_TOKENS] if options.whole_pack else [PACK_TOKENS]
+    sizes = [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]
     for size in sizes:
         if options.packs:
             cases += [Case(f"{case.name}, {size:,} tokens", case.lengths) for case in read_packs(options.packs, size)]

@@ -31,8 +31,9 @@ SCHEMA = 1
 BACKWARD_PER_FORWARD = 2.5
 """FLOPs of the backward's five GEMMs over the forward's two."""
 
-ERROR_LIMITS = {"out": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "lse": 1e-4}
-"""Relative L2 against float32, and absolute for the LSE: the limits of the reference's property tests."""
+ERROR_LIMITS = {"out": 6e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "lse": 1e-3}
+"""Relative L2 against float32, and absolute for the LSE, beyond which a result counts as wrong and not as rounded:
+twice what implementations in bf16 show (2.1e-3 to 3.0e-3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from msa_vendored.reference.schedule import (
     balanced_queries_per_item,
     schedule_capacity,
 )
+from msa_vendored.training.checks import UNUSABLE_SELECTION
 
 MAX_BITMAP_BYTES = 224 << 10
 """Shared memory of a CTA of the kernels, one bit for each row and query of its chunk."""
@@ -36,12 +37,12 @@ def build_k2q_csr(
     total_rows: int | None = None,
     qhead_per_kv: int = 1,
     return_schedule: bool = False,
+    check_selection: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, SparseAttentionSchedule]:
     """Inverts a selection; arguments and results as in :func:`msa_vendored.reference.build_k2q_csr`.
 
     Runs on the current stream, reads nothing back, and can be captured in a CUDA graph. What the reference refuses
-    after reading the operands is not noticed here: the caller checks contents
-    (:func:`msa_vendored.training.checks.assert_selection`). An id outside its document is left out.
+    after reading the operands is noticed only with ``check_selection``. An id outside its document is left out.
 
     Args:
         q2k_indices: int32 ``[Hkv, total_q, topK]``; see the reference.
@@ -56,6 +57,8 @@ def build_k2q_csr(
             device-side assertion: the official builder drops their edges silently.
         qhead_per_kv: query heads per index head, 1 to 16; it only sizes work items.
         return_schedule: also return the schedule.
+        check_selection: fail a device-side assertion, without synchronisation, if a query names a block twice, one
+            outside its document, or one after a -1. Costs nothing measurable: the kernels see it in passing.
 
     Returns:
         ``row_ptr`` int32 ``[Hkv, total_rows + 1]``, ``q_indices`` int32 ``[Hkv, total_q * topK]`` and, with
@@ -79,7 +82,8 @@ def build_k2q_csr(
     require_csr_sizes(total_k, max_seqlen_k, max_seqlen_q, qhead_per_kv, return_schedule)
     rows = require_rows(total_rows, int(total_k or 0), cu_seqlens_k.shape[0] - 1)
     with torch.no_grad():
-        csr = build_with_kernels(q2k_indices.detach(), cu_seqlens_q, cu_seqlens_k, rows, qhead_per_kv)
+        operands = q2k_indices.detach(), cu_seqlens_q, cu_seqlens_k
+        csr = build_with_kernels(*operands, rows, qhead_per_kv, check_selection=check_selection)
     return csr if return_schedule else csr[:2]
 
 
@@ -118,6 +122,8 @@ def build_with_kernels(
     rows: int,
     qhead_per_kv: int,
     load: Callable[..., Kernel] = load_kernel,
+    *,
+    check_selection: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, SparseAttentionSchedule]:
     """CSR and schedule of checked operands, without waiting for the device.
 
@@ -128,6 +134,7 @@ def build_with_kernels(
         rows: rows to lay out.
         qhead_per_kv: query heads per index head.
         load: ``(compile_stage, *, arch, **options)`` to a launcher; tests emulate here.
+        check_selection: assert on the device that every selection is usable.
 
     Raises:
         UnsupportedArgumentError: (a NotImplementedError) more rows than fit the bitmap in shared memory.
@@ -143,18 +150,22 @@ def build_with_kernels(
         return q2k_indices.new_empty(shape)
 
     row_ptr, q_indices, qsplit = new(heads, rows + 1), new(heads, total_q * topk), new(heads, total_q * topk)
-    split_counts, items, work_count = new(total_q, heads), new(capacity, ITEM_FIELDS), new(1)
-    documents, chunks = cu_seqlens_q.shape[0] - 1, -(-total_q // chunk)
-    sizes = (rows, documents, 2 * rows, heads * chunks * rows, heads * rows, 1)
-    row_of_block, first_block, row_block, counts, item_start, enough = new(sum(sizes)).split(sizes)
+    split_counts, items, words = new(total_q, heads), new(capacity, ITEM_FIELDS), new(3)
+    work = new(count_work_words(heads, -(-total_q // chunk), rows, cu_seqlens_q.shape[0] - 1))
     load(compile_csr, arch=ARCH, chunk=chunk, topk=topk)(
-        q2k_indices, cu_seqlens_q, cu_seqlens_k, row_of_block, first_block, row_block.view(rows, 2),
-        counts.view(heads, chunks, rows), row_ptr, item_start, q_indices, qsplit, split_counts, items, work_count,
-        enough, target,
+        q2k_indices, cu_seqlens_q, cu_seqlens_k, work, row_ptr, q_indices, qsplit, split_counts, items, words, target,
     )  # fmt: skip
+    work_count, enough, usable = words.split(1)
     torch._assert_async(enough, "msa_vendored: total_rows is smaller than the number of key blocks")
+    if check_selection:
+        torch._assert_async(usable, UNUSABLE_SELECTION)
     schedule = SparseAttentionSchedule(True, items, work_count, qsplit, split_counts, target)
     return row_ptr, q_indices, schedule
+
+
+def count_work_words(heads: int, chunks: int, rows: int, documents: int) -> int:
+    """Int32 words of work space: three for each row, one for each document, and per head one for each row and chunk."""
+    return 3 * rows + documents + heads * rows * (1 + chunks)
 
 
 def chunk_queries(rows: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32, Int64
 
 from msa_vendored.compiling import compile_options
 
@@ -31,6 +31,9 @@ SCAN_THREADS = 1024
 ITEM_THREADS = 256
 ITEM_FIELDS = 6
 SLOT_SHIFT = 24
+OUTSIDE = -2
+ENOUGH_ROWS, USABLE = 0, 1
+"""Words of ``status``."""
 
 
 class CsrKernels:
@@ -46,50 +49,56 @@ class CsrKernels:
         selection: cute.Tensor,
         cu_q: cute.Tensor,
         cu_k: cute.Tensor,
-        row_of_block: cute.Tensor,
-        first_block: cute.Tensor,
-        row_block: cute.Tensor,
-        counts: cute.Tensor,
+        work: cute.Tensor,
         row_ptr: cute.Tensor,
-        item_start: cute.Tensor,
         q_indices: cute.Tensor,
         qsplit: cute.Tensor,
         split_counts: cute.Tensor,
         items: cute.Tensor,
-        work_count: cute.Tensor,
-        enough_rows: cute.Tensor,
+        words: cute.Tensor,
         target: Int32,
         stream: Any,
     ) -> None:
-        """Launch all six; H heads, T queries, R rows, D documents, C chunks. Everything is int32.
+        """Launch all six; H heads, T queries, R rows, D documents. Everything is int32.
+
+        Few arguments, since each tensor costs the host microseconds.
 
         Args:
             selection: ``[H, T, topk]``, strides of heads and queries multiples of 4.
             cu_q: ``[D + 1]``.
             cu_k: ``[D + 1]``.
-            row_of_block: ``[R]``, work space.
-            first_block: ``[D]``, work space.
-            row_block: ``[R, 2]``, work space: document and block of each row.
-            counts: ``[H, C, R]``, work space.
+            work: work space, :func:`msa_vendored.hopper.csr.count_work_words` words.
             row_ptr: ``[H, R + 1]``.
-            item_start: ``[H * R]``, work space.
             q_indices: ``[H, T * topk]``.
             qsplit: ``[H, T * topk]``.
             split_counts: ``[T, H]``.
             items: ``[capacity, 6]``.
-            work_count: ``[1]``.
-            enough_rows: ``[1]``, 1 if R suffices, else 0 and edges are missing.
+            words: ``[3]``: number of items; whether R suffices, else edges are missing; whether every selection is
+                usable.
             target: most queries of an item.
             stream: CUDA stream.
         """
-        heads, tokens, rows = selection.shape[0], selection.shape[1], row_of_block.shape[0]
+        heads, tokens, rows = selection.shape[0], selection.shape[1], row_ptr.shape[1] - 1
         chunks = (tokens + self.chunk - 1) // self.chunk
+        documents = cu_k.shape[0] - 1
         bitmap_bytes = rows * self.words * 4
+        # Document and block of each row, number of each block, first block of each document, and per row and head.
+        row_block = cute.make_tensor(work.iterator, cute.make_layout((rows, 2), stride=(2, 1)))
+        row_of_block = cute.make_tensor(work.iterator + 2 * rows, cute.make_layout((rows,)))
+        first_block = cute.make_tensor(work.iterator + 3 * rows, cute.make_layout((documents,)))
+        per_head = work.iterator + 3 * rows + documents
+        item_start = cute.make_tensor(per_head, cute.make_layout((heads * rows,)))
+        counts = cute.make_tensor(
+            per_head + heads * rows,
+            cute.make_layout((heads, chunks, rows), stride=(Int64(chunks) * rows, Int64(rows), 1)),
+        )
+        work_count = cute.make_tensor(words.iterator, cute.make_layout(1))
+        status = cute.make_tensor(words.iterator + 1, cute.make_layout(2))
         operands = (selection, cu_q, cu_k, row_of_block, first_block)
-        self.map_rows(cu_k, row_of_block, first_block, row_block, enough_rows).launch(
+        self.map_rows(cu_k, row_of_block, first_block, row_block, status).launch(
             grid=((rows + MAP_THREADS - 1) // MAP_THREADS, 1, 1), block=(MAP_THREADS, 1, 1), stream=stream
         )
-        self.count_edges(operands, counts, split_counts).launch(
+        self.count_edges(operands, counts, split_counts, status).launch(
             grid=(chunks, heads, 1), block=(self.chunk, 1, 1), smem=bitmap_bytes, stream=stream
         )
         self.scan_chunks(counts, row_ptr).launch(
@@ -112,7 +121,7 @@ class CsrKernels:
         row_of_block: cute.Tensor,
         first_block: cute.Tensor,
         row_block: cute.Tensor,
-        enough_rows: cute.Tensor,
+        status: cute.Tensor,
     ) -> None:
         """Thread g is key block g, counted document by document; its row comes after all rows of a lower block.
 
@@ -130,7 +139,8 @@ class CsrKernels:
                     first_block[d] = flat
             total += blocks
         if flat == 0:
-            enough_rows[0] = Int32(total <= rows)
+            status[ENOUGH_ROWS] = Int32(total <= rows)
+            status[USABLE] = 1
         if document < documents and flat < rows:
             row = Int32(0)
             for d in cutlass.range(documents, unroll=4):
@@ -144,7 +154,10 @@ class CsrKernels:
 
     @cute.jit
     def read_query(self, operands: tuple[cute.Tensor, ...], head: Int32, query: Int32, rows: cute.Tensor) -> Int32:
-        """Rows of the blocks that a query selected, -1 where it selected none; gives its document's first token."""
+        """Rows of the blocks that a query selected, -1 where it selected none; gives its document's first token.
+
+        :data:`OUTSIDE` where a number is neither -1 nor a block of the query's document.
+        """
         selection, cu_q, cu_k, row_of_block, first_block = operands
         low, high = Int32(0), first_block.shape[0]
         while high - low > 1:
@@ -162,18 +175,25 @@ class CsrKernels:
             # The last two conditions hold unless there are too few rows, which is an error that is reported later.
             if ids[i] >= 0 and ids[i] < blocks and first >= 0 and first + ids[i] < row_of_block.shape[0]:
                 rows[i] = row_of_block[first + ids[i]]
+            elif ids[i] != -1:
+                rows[i] = Int32(OUTSIDE)
         return cu_q[low]
 
     @cute.jit
-    def fill_bitmap(self, bitmap: cute.Tensor, rows: cute.Tensor, count: Int32, thread: Int32) -> None:
-        """Clear the bitmap ``[words, rows]``, then set the bit of this thread's query in each of its rows."""
+    def fill_bitmap(self, bitmap: cute.Tensor, rows: cute.Tensor, count: Int32, thread: Int32) -> Boolean:
+        """Clear the bitmap ``[words, rows]``, then set the bit of this thread's query in each of its rows.
+
+        Gives whether one of them was set already: only this thread sets it, so the query named a block twice.
+        """
         for i in cutlass.range(thread, self.words * count, self.chunk, unroll=4):
             bitmap[i] = 0
         cute.arch.sync_threads()
+        mine, before = Int32(1) << (thread % 32), Int32(0)
         for i in cutlass.range_constexpr(self.topk):
             if rows[i] >= 0:
-                cute.arch.atomic_or(bitmap.iterator + (thread // 32 * count + rows[i]), Int32(1) << (thread % 32))
+                before |= cute.arch.atomic_or(bitmap.iterator + (thread // 32 * count + rows[i]), mine)
         cute.arch.sync_threads()
+        return (before & mine) != 0
 
     @cute.jit
     def view_bitmap(self, rows: Int32) -> cute.Tensor:
@@ -181,21 +201,29 @@ class CsrKernels:
         return cute.make_tensor(cute.arch.get_dyn_smem(Int32, alignment=16), cute.make_layout(self.words * rows))
 
     @cute.kernel
-    def count_edges(self, operands: tuple[cute.Tensor, ...], counts: cute.Tensor, split_counts: cute.Tensor) -> None:
-        """Edges of each row in this chunk of queries, and edges of each query."""
+    def count_edges(
+        self, operands: tuple[cute.Tensor, ...], counts: cute.Tensor, split_counts: cute.Tensor, status: cute.Tensor
+    ) -> None:
+        """Edges of each row in this chunk of queries, and edges of each query; notes unusable selections."""
         thread, _, _ = cute.arch.thread_idx()
         chunk, head, _ = cute.arch.block_idx()
         query, count = chunk * self.chunk + thread, counts.shape[2]
         rows = cute.make_rmem_tensor(cute.make_layout(self.topk), Int32)
         rows.fill(-1)
+        unusable = Boolean(False)
         if query < split_counts.shape[0]:
             self.read_query(operands, head, query, rows)
             live = Int32(0)
             for i in cutlass.range_constexpr(self.topk):
                 live += Int32(rows[i] >= 0)
+                unusable |= rows[i] == OUTSIDE
+                if cutlass.const_expr(i > 0):
+                    unusable |= (rows[i] >= 0) & (rows[i - 1] < 0)
             split_counts[query, head] = live
         bitmap = self.view_bitmap(count)
-        self.fill_bitmap(bitmap, rows, count, thread)
+        unusable |= self.fill_bitmap(bitmap, rows, count, thread)
+        if unusable:
+            cute.arch.atomic_and(status.iterator + USABLE, Int32(0))
         for row in cutlass.range(thread, count, self.chunk, unroll=1):
             edges = Int32(0)
             for word in cutlass.range_constexpr(self.words):
@@ -361,7 +389,7 @@ class CsrKernels:
 
 def compile_csr(*, arch: str, chunk: int, topk: int) -> Any:
     """Compile for one chunk of queries and selection width; call it with :meth:`CsrKernels.__call__`'s arguments."""
-    heads, tokens, rows, documents = (cute.sym_int() for _ in range(4))
+    heads, tokens = cute.sym_int(), cute.sym_int()
 
     def table(*shape: Any, align: int = 4, outer: Any = None) -> Any:
         strides = outer or tuple(cute.sym_int64() for _ in shape[1:])
@@ -373,18 +401,13 @@ def compile_csr(*, arch: str, chunk: int, topk: int) -> Any:
         table(heads, tokens, topk, align=16, outer=strides),
         table(cute.sym_int()),
         table(cute.sym_int()),
-        table(rows),
-        table(documents),
-        table(rows, 2, outer=(2,)),
-        table(heads, cute.sym_int(), rows),
-        table(heads, cute.sym_int()),
         table(cute.sym_int()),
+        table(heads, cute.sym_int()),
         table(heads, cute.sym_int()),
         table(heads, cute.sym_int()),
         table(tokens, heads),
         table(cute.sym_int(), ITEM_FIELDS, outer=(ITEM_FIELDS,)),
-        table(1),
-        table(1),
+        table(3),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CAPABILITY = (9, 0)
 """The kernels are compiled for sm_90a, which no other compute capability runs."""
 
+_HOPPER_DEVICES: set[torch.device] = set()
+"""Devices that were found to be right: asking PyTorch again takes microseconds in every call."""
+
 __all__ = ["build_k2q_csr", "fmha_sm100", "fmha_sm100_plan", "run_backward", "sparse_atten_func"]
 
 
@@ -73,7 +76,7 @@ def on_hopper(launcher: str, operand: Any) -> Iterator[None]:
     from msa_vendored.backward.checks import require_tensor
 
     require_tensor("the first operand", operand)
-    found = describe_mismatch(operand.device)
+    found = None if operand.device in _HOPPER_DEVICES else describe_mismatch(operand.device)
     if found is not None:
         raise UnavailableError(
             f"the sm90 launcher {launcher} cannot run on this device",
@@ -82,6 +85,7 @@ def on_hopper(launcher: str, operand: Any) -> Iterator[None]:
             got=found,
             next_command='move the tensors to such a GPU, or use kernels(backend="reference")',
         )
+    _HOPPER_DEVICES.add(operand.device)
     with torch.cuda.device(operand.device):
         yield
 

@@ -39,7 +39,7 @@ class ScorePlan(PlanInfo):
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
         self.tables: dict[torch.device, ScoreTables] = {}
-        self.chunks: dict[torch.device, Any] = {}
+        self.work: dict[torch.device, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

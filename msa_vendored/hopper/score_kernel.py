@@ -43,6 +43,53 @@ SEGMENT_FIELDS = 8
 document, key position that query 0 of the tile still sees, key tiles, column of query 0 in the scores, unused."""
 
 
+@cute.jit
+def copy_tile(
+    atom: cute.CopyAtom, rows: cute.Tensor, shape: cutlass.Constexpr, target: cute.Tensor, full: cute.Pointer
+) -> None:
+    """One tensor copy of ``shape`` from the origin of ``rows``."""
+    source = cute.local_tile(rows, shape, (0, 0))
+    shared, device = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+    )
+    cute.copy(atom, device, shared, tma_bar_ptr=full)
+
+
+@cute.jit
+def mask_keys(
+    sums: cute.Tensor, tile: Int32, keys: Int32, first: Int32, begin: cutlass.Constexpr, local: Int32
+) -> None:
+    """-inf where the tile crosses the diagonal or the document's end; ``local`` is the thread in its warpgroup.
+
+    Register ``i + 2 j + 4 n`` of a thread is row ``16 warp + lane / 4 + 8 j``, column ``8 n + 2 (lane % 4) + i``.
+    """
+    last_key = TILE * tile + TILE - 1
+    if last_key > first + begin or last_key >= keys:
+        values = cute.make_tensor(sums.iterator, cute.make_layout(TILE // 2))
+        row = begin + local // 32 * 16 + local % 32 // 4
+        key = TILE * tile + 2 * (local % 4)
+        for j in cutlass.range_constexpr(2):
+            limit = cutlass.min(first + row + 8 * j, keys - 1) - key
+            for n in cutlass.range_constexpr(TILE // 8):
+                for i in cutlass.range_constexpr(2):
+                    if 8 * n + i > limit:
+                        values[i + 2 * j + 4 * n] = -Float32.inf
+
+
+@cute.jit
+def reduce_rows(sums: cute.Tensor) -> tuple[Float32, Float32]:
+    """Maxima of a thread's two rows over all 128 keys, the same in all lanes of a quad; NaN if one is."""
+    values = cute.make_tensor(sums.iterator, cute.make_layout(TILE // 2))
+    best = [values[0], values[2]]
+    for j in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(TILE // 8):
+            for i in cutlass.range_constexpr(2):
+                best[j] = cute.arch.fmax(best[j], values[i + 2 * j + 4 * n], nan=True)
+        for offset in (1, 2):
+            best[j] = cute.arch.fmax(best[j], cute.arch.shuffle_sync_bfly(best[j], offset), nan=True)
+    return best[0], best[1]
+
+
 class ScoreKernel:
     """Kernel for any number of heads; nothing is specialised by size."""
 
@@ -164,13 +211,13 @@ class ScoreKernel:
                         cute.arch.mbarrier_arrive_and_expect_tx(q_full + head, 2 * Q_BYTES)
                     for half in cutlass.range_constexpr(2):
                         rows = cute.domain_offset((query + HALF * half, 0), q_tma[None, None, first_head + head])
-                        self.copy(q_atom, rows, (HALF, HEAD_DIM), q_smem[None, None, 2 * head + half], q_full + head)
+                        copy_tile(q_atom, rows, (HALF, HEAD_DIM), q_smem[None, None, 2 * head + half], q_full + head)
                 q_round += 1
             cute.arch.mbarrier_wait(k_empty + stage, k_phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, K_BYTES)
             rows = cute.domain_offset((key + TILE * tile, 0), k_tma[None, None, key_head])
-            self.copy(k_atom, rows, (TILE, HEAD_DIM), k_smem[None, None, stage], k_full + stage)
+            copy_tile(k_atom, rows, (TILE, HEAD_DIM), k_smem[None, None, stage], k_full + stage)
             stage += 1
             if stage == K_STAGES:
                 stage, k_phase = Int32(0), k_phase ^ 1
@@ -178,17 +225,6 @@ class ScoreKernel:
             new_queries = tile == tiles
             if new_queries:
                 segment, tile = segment + 1, Int32(0)
-
-    @cute.jit
-    def copy(
-        self, atom: cute.CopyAtom, rows: cute.Tensor, shape: cutlass.Constexpr, target: cute.Tensor, full: cute.Pointer
-    ) -> None:
-        """One tensor copy of ``shape`` from the origin of ``rows``."""
-        source = cute.local_tile(rows, shape, (0, 0))
-        shared, device = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-        )
-        cute.copy(atom, device, shared, tma_bar_ptr=full)
 
     @cute.jit
     def score(
@@ -242,34 +278,14 @@ class ScoreKernel:
         self, sums: cute.Tensor, scores: cute.Tensor, head: Int32, tile: Int32, column: Int32, valid: Int32,
         keys: Int32, first: Int32, begin: cutlass.Constexpr, local: Int32,
     ) -> None:  # fmt: skip
-        """Maxima of 64 queries over 128 keys, masked where the tile crosses the diagonal or the document's end.
-
-        Register ``i + 2 j + 4 n`` of a thread is row ``16 warp + lane / 4 + 8 j``, column ``8 n + 2 (lane % 4) + i``.
-        """
+        """Maxima of 64 queries over 128 keys; lanes 0 and 1 of a quad write the quad's two rows."""
+        mask_keys(sums, tile, keys, first, begin, local)
+        best = reduce_rows(sums)
         lane = local % 32
-        row = begin + local // 32 * 16 + lane // 4
-        values = cute.make_tensor(sums.iterator, cute.make_layout(TILE // 2))
-        last_key = TILE * tile + TILE - 1
-        if last_key > first + begin or last_key >= keys:
-            key = TILE * tile + 2 * (lane % 4)
-            for j in cutlass.range_constexpr(2):
-                limit = cutlass.min(first + row + 8 * j, keys - 1) - key
-                for n in cutlass.range_constexpr(TILE // 8):
-                    for i in cutlass.range_constexpr(2):
-                        if 8 * n + i > limit:
-                            values[i + 2 * j + 4 * n] = -Float32.inf
-        best = [values[0], values[2]]
-        for j in cutlass.range_constexpr(2):
-            for n in cutlass.range_constexpr(TILE // 8):
-                for i in cutlass.range_constexpr(2):
-                    best[j] = cute.arch.fmax(best[j], values[i + 2 * j + 4 * n], nan=True)
-            for offset in (1, 2):
-                best[j] = cute.arch.fmax(best[j], cute.arch.shuffle_sync_bfly(best[j], offset), nan=True)
-        # Lanes 0 and 1 of a quad write the quad's two rows.
         mine = best[0]
         if lane % 4 == 1:
             mine = best[1]
-        row += 8 * (lane % 4)
+        row = begin + local // 32 * 16 + lane // 4 + 8 * (lane % 4)
         seen = TILE * tile <= cutlass.min(first + row, keys - 1)
         if lane % 4 < 2 and row < valid and seen:
             scores[head, tile, column + row] = mine

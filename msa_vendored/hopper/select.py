@@ -1,7 +1,13 @@
-"""Block selection on SM90: score pass and ranking, in chunks of queries so that scores stay within a fixed memory."""
+"""Block selection on SM90: one kernel that writes no scores, or score pass and ranking apart, in chunks of queries.
+
+The one kernel (:mod:`msa_vendored.hopper.fused_select_kernel`) needs whole tiles of queries, and enough of them to keep
+every CTA busy equally long; long contexts and packs have them. Otherwise scores go through memory, at most
+:data:`SCORE_BUDGET` at a time.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +25,29 @@ from msa_vendored.hopper.score import (
     cut_segments,
     launch_scores,
     make_segments,
+    strided_operand,
 )
 
 SCORE_BUDGET = 1 << 28
 """Scores held at a time: 1 GiB. 32,768 tokens of 4 heads need an eighth of it, 196,608 in one document four chunks."""
+
+MOST_IMBALANCE = 1.15
+"""Longest share over the mean up to which the one kernel is taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedWork:
+    """Work of the kernel that scores and ranks.
+
+    Attributes:
+        segments: ``[segments, 8]`` int32, in order of CTAs.
+        shares: ``[ctas, 2]`` int32: first segment of a CTA, and the one behind its last.
+        imbalance: longest share over the mean.
+    """
+
+    segments: Tensor
+    shares: Tensor
+    imbalance: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +72,8 @@ def select_on_device(
 ) -> Tensor:
     """Select blocks; :func:`msa_vendored.training.select_blocks` says how they are chosen.
 
-    Runs on the current stream of the current device, which must be that of the operands. Allocates the result and
-    scores of one chunk (:data:`SCORE_BUDGET`), which are not initialised: only what was written is read.
+    Runs on the current stream of the current device, which must be that of the operands. Allocates the result and, if
+    the work is not for the one kernel, scores of one chunk (:data:`SCORE_BUDGET`); only what was written is read.
 
     Args:
         index_q: ``[T, H, 128]`` bfloat16.
@@ -73,8 +98,41 @@ def select_on_device(
             got=f"{index_q.dtype}, head dimension {index_q.shape[2]}",
             next_command='pass backend="reference"',
         )
-    chunks = find_chunks(plan, index_q.device)
-    return select_in_chunks(index_q, index_k, chunks, positions, init=init, local=local, topk=topk)
+    work = find_work(plan, index_q.device)
+    if isinstance(work, FusedWork):
+        return select_fused(index_q, index_k, work, init=init, local=local, topk=topk)
+    return select_in_chunks(index_q, index_k, work, positions, init=init, local=local, topk=topk)
+
+
+def select_fused(
+    index_q: Tensor,
+    index_k: Tensor,
+    work: FusedWork,
+    *,
+    init: int,
+    local: int,
+    topk: int,
+    load: Callable[..., Kernel] = load_kernel,
+) -> Tensor:
+    """Score and rank in one kernel, on checked operands; arguments as in :func:`select_on_device`.
+
+    Args:
+        index_q: queries.
+        index_k: keys.
+        work: covers every query once.
+        init: leading blocks that are forced.
+        local: whether the own block is forced.
+        topk: blocks per query.
+        load: ``(compile_stage, *, arch, **options)`` to a launcher; tests emulate here.
+    """
+    from msa_vendored.hopper.fused_select_kernel import compile_fused_select
+
+    tokens, heads, _ = index_q.shape
+    ids = torch.empty((heads, tokens, topk), dtype=torch.int32, device=index_q.device)
+    queries, keys = strided_operand(index_q), strided_operand(index_k)
+    ctas = work.shares.shape[0]
+    load(compile_fused_select, arch=ARCH, topk=topk)(queries, keys, work.segments, work.shares, ids, init, local, ctas)
+    return ids
 
 
 def select_in_chunks(
@@ -113,11 +171,31 @@ def select_in_chunks(
     return ids
 
 
-def find_chunks(plan: ScorePlan, device: torch.device) -> tuple[SelectChunk, ...]:
-    """Chunks of a plan on a device, made and copied there once."""
-    if device not in plan.chunks:
-        plan.chunks[device] = tuple(make_chunks(plan, device, ctas=count_sms(device)))
-    return plan.chunks[device]
+def find_work(plan: ScorePlan, device: torch.device) -> FusedWork | tuple[SelectChunk, ...]:
+    """Work of a plan on a device, made and copied there once."""
+    if device not in plan.work:
+        ctas = count_sms(device)
+        work = share_segments(plan, device, ctas=ctas)
+        fused = work.imbalance <= MOST_IMBALANCE
+        plan.work[device] = work if fused else tuple(make_chunks(plan, device, ctas=ctas))
+    return plan.work[device]
+
+
+def share_segments(plan: ScorePlan, device: torch.device, *, ctas: int) -> FusedWork:
+    """Tiles of queries, longest first, each to the CTA with the least work so far."""
+    segments = make_segments(plan["qo_segment_lens"], plan["kv_segment_lens"], plan["qo_offset"])
+    costs = [tiles + 1 for tiles in segments[:, 5].tolist()]  # loading Q takes about as long as one tile of keys
+    loads = [(0, cta) for cta in range(ctas)]
+    owned: list[list[int]] = [[] for _ in range(ctas)]
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        load, cta = loads[0]
+        owned[cta].append(row)
+        heapq.heapreplace(loads, (load + costs[row], cta))
+    ends = torch.tensor([len(rows) for rows in owned]).cumsum(0)
+    shares = torch.stack((ends - torch.tensor([len(rows) for rows in owned]), ends), dim=1).int()
+    order = torch.tensor([row for rows in owned for row in rows], dtype=torch.int64)
+    imbalance = max(load for load, _ in loads) * ctas / max(1, sum(costs))
+    return FusedWork(segments[order].to(device), shares.to(device), imbalance)
 
 
 def make_chunks(plan: ScorePlan, device: torch.device, *, ctas: int, budget: int = SCORE_BUDGET) -> list[SelectChunk]:
