@@ -20,6 +20,11 @@ nox.options.sessions = ["lint", "build", "tests"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 BUILD_REQUIRES = PROJECT["build-system"]["requires"]
 
+DSL_VERSIONS = sorted(
+    {pin["tested_with"]["nvidia-cutlass-dsl"] for pin in nox.project.load_toml("third_party/msa.lock.toml")["pins"]}
+)
+"""Versions of CuTe DSL that the pins were tested with."""
+
 # Keeps the current folder off sys.path, in subprocesses of the tests too: the checkout has no patched tree.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
@@ -86,6 +91,21 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """Measure on this GPU beside peers [-- arguments of ``python -m msa_vendored bench``]; [-- sm100 …] that script.
+
+    Peers beside PyTorch's own are not installed here: ``nox -s bench --install-only``, then pip into its environment.
+    """
+    install_test_environment(session)
+    install_group(session, "bench")
+    install_wheel(session)
+    if session.posargs[:1] == ["sm100"]:
+        session.run("python", "benchmarks/sm100.py", *session.posargs[1:], env=SAFE_PATH)
+        return
+    session.run("python", "-m", "msa_vendored", "bench", *session.posargs, env=SAFE_PATH)
+
+
+@nox.session(reuse_venv=True)
 def verify(session: nox.Session) -> None:
     """Report all drift in lock, patches and trees [-- --red-green [--patch NAME]]: each patch's test both ways."""
     session.install(*BUILD_REQUIRES)
@@ -116,12 +136,43 @@ def patch(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
-def mutate(session: nox.Session) -> None:
-    """Delete each synchronisation of a kernel in turn and see whether the emulator notices [-- forward|combine]."""
+@nox.parametrize("dsl", DSL_VERSIONS)
+def kernels(session: nox.Session, dsl: str) -> None:
+    """Compile our kernels for three architectures with each DSL that a pin wants; fail on spills and other limits.
+
+    [-- --only NAME]: part of the stage's name. ``nox -s "kernels(dsl='4.6.2')"`` takes one version.
+    """
+    install_group(session, "test")
+    session.install(f"nvidia-cutlass-dsl=={dsl}")
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        session.run("python", "-m", "msa_vendored.kernel_report", "--arch", arch, *session.posargs)
+
+
+def run_emulator_module(session: nox.Session, module: str, default: str) -> None:
+    """Run a command of tests/ptx_emulator against the built wheel, with the static verifier at hand."""
     install_test_environment(session)
+    install_group(session, "second-opinion", "--no-deps")
     install_wheel(session)
     env = {**SAFE_PATH, "PYTHONPATH": "tests"}
-    session.run("python", "-m", "ptx_emulator.mutate", *(session.posargs or ["forward"]), env=env)
+    session.run("python", "-m", f"ptx_emulator.{module}", *(session.posargs or [default]), env=env)
+
+
+@nox.session(reuse_venv=True)
+def mutate(session: nox.Session) -> None:
+    """Delete each synchronisation of a kernel in turn; fails below 90 % caught or shown redundant [-- KERNEL|all]."""
+    run_emulator_module(session, "mutate", "forward")
+
+
+@nox.session(reuse_venv=True)
+def sentry(session: nox.Session) -> None:
+    """Ask SentryWard, a static verifier, about small cases of kernels and about mutants of them [-- KERNEL|all]."""
+    run_emulator_module(session, "sentry", "all")
+
+
+@nox.session(reuse_venv=True)
+def speed(session: nox.Session) -> None:
+    """Print the emulator's table of instructions and seconds [-- KERNEL|all]."""
+    run_emulator_module(session, "speed", "all")
 
 
 @nox.session(reuse_venv=True)

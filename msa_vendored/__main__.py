@@ -1,4 +1,4 @@
-"""Command line of an installed msa_vendored: ``python -m msa_vendored doctor|verify``.
+"""Command line of an installed msa_vendored: ``python -m msa_vendored doctor|verify|bench``.
 
 Exit codes: 0 ok; 1 not available, or another error of this package; 2 usage; 10 files differ from the built tree.
 """
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from msa_vendored import __version__
+from msa_vendored.bench.cli import add_arguments
 from msa_vendored.errors import MSAVendoredError
 
 
@@ -18,10 +19,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. An error goes to standard error as ``error[MSAV<code>]: …``."""
     options = _make_parser().parse_args(arguments)
     try:
-        return run_doctor(as_json=options.json) if options.command == "doctor" else run_verify()
+        return _run(options)
     except MSAVendoredError as error:
         print(f"error[{error.tag}]: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "bench":
+        from msa_vendored.bench.cli import run_bench
+
+        return run_bench(options)
+    return run_doctor(as_json=options.json) if options.command == "doctor" else run_verify()
 
 
 def run_doctor(*, as_json: bool) -> int:
@@ -67,6 +76,8 @@ def _make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, whether the launchers bind")
     doctor.add_argument("--json", action="store_true", help="print JSON, schema 1")
     commands.add_parser("verify", help="compare every installed file of the patched MSA with what was built")
+    bench = commands.add_parser("bench", help="measure sparse attention beside its peers on this GPU")
+    add_arguments(bench)
     return parser
 
 

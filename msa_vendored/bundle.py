@@ -10,13 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from msa_vendored.errors import MSAVendoredError, UnavailableError
+from msa_vendored.errors import MSAVendoredError
 from msa_vendored.installed import provenance
 from msa_vendored.probes import (
+    HOPPER_IMPORTS,
     IMPORTS,
     forget_environment,
     import_symbols,
     probe_distribution,
+    probe_hopper_parts,
     probe_parts,
     require_parts,
 )
@@ -67,7 +69,8 @@ class KernelBinder:
 
         Args:
             backend: ``"sm100"`` (None means it): the official launchers, as they are, and our ``run_backward``.
-                ``"reference"``: the same five in PyTorch, on any device. ``"sm90"``: not in this version.
+                ``"sm90"``: our own five for Hopper, which need torch and CuTe DSL but no built MSA tree.
+                ``"reference"``: the same five in PyTorch, on any device.
 
         Raises:
             UnavailableError: something is not built, missing, of the wrong version, or not the patched tree that the
@@ -103,14 +106,11 @@ def _bind(backend: str) -> MSAKernels:
         require_parts([probe_distribution("torch")], "the reference launchers cannot be bound")
         names = [field.name for field in fields(MSAKernels)]
         return _bind_symbols([("msa_vendored.reference", name) for name in names], (), backend)
-    if backend in BACKENDS:
-        raise UnavailableError(
-            f"this version has no {backend} launchers",
-            where=f"kernels(backend={backend!r})",
-            expected="'sm100' or 'reference'",
-            got=repr(backend),
-            next_command='kernels(backend="reference")',
-        )
+    if backend == "sm90":
+        forget_environment()
+        require_parts(probe_hopper_parts(), "the sm90 launchers cannot be bound")
+        names = [field.name for field in fields(MSAKernels)]
+        return _bind_symbols([("msa_vendored.hopper.launchers", name) for name in names], HOPPER_IMPORTS, backend)
     raise UnknownBackendError(
         "unknown backend",
         where="kernels(backend=…)",

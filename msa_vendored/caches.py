@@ -91,12 +91,27 @@ def aot_cache_key() -> str:
         ImportError: CuTe DSL is not installed.
         UnavailableError: nothing is built here.
     """
-    import cutlass
     from cutlass.cutlass_dsl import CuTeDSL
 
-    arch = CuTeDSL._get_dsl().envar.arch
-    flavour = f"cu{cutlass.CUDA_VERSION.major}"
-    return f"{provenance().tree12}-{cutlass.__version__}-{flavour}-{arch}-{_digest(_dsl_settings())[:8]}"
+    version, flavour, settings = _dsl_parts()
+    return f"{provenance().tree12}-{version}-{flavour}-{CuTeDSL._get_dsl().envar.arch}-{settings}"
+
+
+def describe_dsl() -> str:
+    """``<DSL version>-<cu12|cu13>-<settings>``: what besides sources and target decides the DSL's code.
+
+    The settings are machine, tvm-ffi, quack and the variables in ``_DSL_SETTINGS``. Needs nothing built.
+
+    Raises:
+        ImportError: CuTe DSL is not installed.
+    """
+    return "-".join(_dsl_parts())
+
+
+def _dsl_parts() -> tuple[str, str, str]:
+    import cutlass
+
+    return cutlass.__version__, f"cu{cutlass.CUDA_VERSION.major}", _digest(_dsl_settings())[:8]
 
 
 def extension_name(name: str, flags: Sequence[str] = ()) -> str:
@@ -141,25 +156,31 @@ def load_extension(name: str, **arguments: Any) -> Any:
     keyed = extension_name(name, flags)
     folder = Path(arguments.pop("build_directory", None) or _extensions_root() / keyed)
     folder.mkdir(parents=True, exist_ok=True)
-    with _hold_flock(folder.with_name(f"{folder.name}.lock")):
+    with hold_flock(folder.with_name(f"{folder.name}.lock")):
         (folder / "lock").unlink(missing_ok=True)
         return cpp_extension.load(name=keyed, build_directory=str(folder), **arguments)
 
 
 def list_cache_folders() -> tuple[CacheFolder, ...]:
-    """The three caches as the next launch would use them, with the number and size of this build's files there.
+    """The caches as the next launch would use them, with the number and size of this build's files there.
+
+    Three of the official launchers, then that of our own kernels, unless it is switched off.
 
     Raises:
         UnavailableError: nothing is built here.
     """
+    from msa_vendored.compiling import digest_sources, kernel_cache_folder
+
     tree = provenance().tree12
     jit = keyed_cache_folder(_jit_base())
     aot = Path(os.environ.get("MM_SPARSE_ATTN_AOT_CACHE") or Path.home() / ".cache/minfer/mm_sparse_attn")
     extensions = _extensions_root()
+    own = kernel_cache_folder()
     return (
         _measure("nvcc kernels", jit, [jit]),
         _measure("CuTe DSL kernels", aot, aot.glob(f"*_{tree}-*")),
         _measure("torch extensions", extensions, extensions.glob(f"*_{tree}_*")),
+        *([_measure("own kernels", own, own.glob(f"*-{digest_sources()[:12]}-*.o"))] if own is not None else []),
     )
 
 
@@ -231,7 +252,7 @@ def _measure(name: str, path: Path, roots: Iterator[Path] | Sequence[Path]) -> C
 
 
 @contextmanager
-def _hold_flock(path: Path) -> Iterator[None]:
+def hold_flock(path: Path) -> Iterator[None]:
     """Hold a kernel lock on ``path``; the file stays, since removing it would let two holders hold two files."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -40,6 +40,12 @@ IMPORTS = {
 }
 """Module -> the distribution that brings it; imported one by one, so that each failure is seen."""
 
+HOPPER_TESTED_WITH = {"nvidia-cutlass-dsl": "4.6.2", "apache-tvm-ffi": "0.1.11"}
+"""What the sm90 launchers need beside torch: the versions that they were run with. They need no built tree."""
+
+HOPPER_IMPORTS = ("cutlass", "tvm_ffi")
+"""Modules that the sm90 launchers import when they compile."""
+
 
 class Remedy(Enum):
     """What to do about a missing part; the order of the members is the order of the steps."""
@@ -47,6 +53,7 @@ class Remedy(Enum):
     BUILD = "build and install the wheel"
     REINSTALL = "install the wheel again"
     INSTALL = "install what the extra [sm100] names"
+    HOPPER = "install what the extra [sm90] names"
     TRITON = "install triton alone"
     REPAIR = "write the files of a distribution again"
     PATH = "put the environment's programs on PATH"
@@ -167,15 +174,22 @@ def _probe_tree() -> tuple[Provenance | None, Part]:
     return record, Part("patched MSA", expected, record.package)
 
 
-def probe_distribution(name: str, version: str = "") -> Part:
+def probe_hopper_parts() -> tuple[Part, ...]:
+    """Look at what the sm90 launchers need: torch and the DSL, by their metadata."""
+    parts = [probe_distribution("torch", remedy=Remedy.HOPPER)]
+    parts += [probe_distribution(name, version, Remedy.HOPPER) for name, version in HOPPER_TESTED_WITH.items()]
+    return tuple(parts)
+
+
+def probe_distribution(name: str, version: str = "", remedy: Remedy = Remedy.INSTALL) -> Part:
     """A distribution by its metadata, without importing it; ``version`` empty means that any will do."""
     expected = f"{name}=={version}" if version else name
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Part(name, expected, f"no {name}", Remedy.INSTALL)
+        return Part(name, expected, f"no {name}", remedy)
     wrong = bool(version) and found.partition("+")[0] != version
-    return Part(name, expected, f"{name} {found}", Remedy.INSTALL if wrong else None)
+    return Part(name, expected, f"{name} {found}", remedy if wrong else None)
 
 
 def _probe_triton() -> Part:
@@ -216,6 +230,8 @@ def _command(step: Remedy, wrong: Sequence[Part]) -> str:
             return reinstall_command()
         case Remedy.INSTALL:
             return "pip install 'msa_vendored[sm100]'"
+        case Remedy.HOPPER:
+            return "pip install 'msa_vendored[sm90]'"
         case Remedy.TRITON:
             return "pip install --no-deps triton"
         case Remedy.REPAIR:

@@ -21,10 +21,15 @@ RUNTIME = Path(msa_vendored.__file__).resolve().parent
 RUNTIME_FILES = (
     "__init__.py",
     "__main__.py",
+    "bench/__init__.py",
+    "bench/cli.py",
     "bundle.py",
     "caches.py",
+    "compiling.py",
     "doctor.py",
     "errors.py",
+    "hopper/__init__.py",
+    "hopper/launchers.py",
     "installed.py",
     "probes.py",
     "toolchain.py",
@@ -205,6 +210,7 @@ def fake_site(tmp_path: Path) -> FakeSite:
     site = FakeSite(tmp_path / "site")
     site.package_dir.mkdir(parents=True)
     for name in RUNTIME_FILES:
+        (site.package_dir / name).parent.mkdir(exist_ok=True)
         shutil.copy(RUNTIME / name, site.package_dir / name)
     for name, source in STUBS.items():
         (site.package_dir / f"{name}.py").write_text(source)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIELDS = ["build_k2q_csr", "sparse_atten_func", "fmha_sm100", "fmha_sm100_plan", "run_backward"]
 BUILD = "nox -s build && pip install '.[sm100]'"
 INSTALL = "pip install 'msa_vendored[sm100]'"
+HOPPER_INSTALL = "pip install 'msa_vendored[sm90]'"
 
 PREAMBLE = """
 import json, sys
@@ -380,11 +381,36 @@ def test_the_reference_without_torch_is_unavailable(fake_site: FakeSite) -> None
     assert (found["got"], found["next"]) == ("no torch", INSTALL)
 
 
-def test_a_backend_of_another_version_is_unavailable() -> None:
-    """Guards against taking a known name, which may come, for a typing error."""
-    with pytest.raises(UnavailableError) as caught:
-        KernelBinder()(backend="sm90")
-    assert caught.value.what == "this version has no sm90 launchers"
+def test_the_hopper_launchers_need_torch_and_the_dsl_and_no_built_tree(fake_site: FakeSite) -> None:
+    """Guards Hopper users against having to build the official SM100 tree, and binding against importing torch."""
+    fake_site.remove_build()
+    for name in ("quack-kernels", "cuda-bindings", "jinja2"):
+        fake_site.remove_distribution(name)
+    code = """
+import msa_vendored.hopper.launchers as launchers
+bound = kernels(backend="sm90")
+print(json.dumps([[name for name in bound.__slots__ if getattr(bound, name) is getattr(launchers, name)],
+                  bound is kernels(backend="sm90"), "torch" in sys.modules]))
+"""
+    assert attempt(fake_site, code) == [FIELDS, True, False]
+
+
+HOPPER_MISSING = {
+    "no torch": (remove("torch"), "no torch", HOPPER_INSTALL),
+    "no DSL": (remove("nvidia-cutlass-dsl"), "no nvidia-cutlass-dsl", HOPPER_INSTALL),
+    "another DSL": (replace("nvidia-cutlass-dsl", "4.7.1"), "nvidia-cutlass-dsl 4.7.1", HOPPER_INSTALL),
+    "no tvm-ffi": (remove("apache-tvm-ffi"), "no apache-tvm-ffi", HOPPER_INSTALL),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER_MISSING)
+def test_the_hopper_launchers_name_what_is_missing(fake_site: FakeSite, case: str) -> None:
+    """Guards a Hopper job that would otherwise die at its first launch, or run with a DSL that nobody tried."""
+    damage, got, command = HOPPER_MISSING[case]
+    damage(fake_site)
+    found = attempt(fake_site, 'print(json.dumps(attempt(backend="sm90")))')
+    assert found["what"] == "the sm90 launchers cannot be bound: 1 part is missing or wrong"
+    assert (found["got"], found["next"]) == (got, command)
 
 
 @pytest.mark.parametrize("name", ["", "SM100", "cuda"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import msa_vendored
 from msa_vendored import caches
 from msa_vendored.caches import aot_cache_key, extension_name, keyed_cache_folder, list_cache_folders
+from msa_vendored.compiling import digest_sources
 
 TREE = "0123456789ab"
 OTHER_TREE = "ba9876543210"
@@ -257,6 +258,7 @@ def test_cache_folders_count_only_this_build(world: pytest.MonkeyPatch, tmp_path
     """Guards doctor's sizes: what another build left in the same folders is not this one's."""
     world.setenv("MINFER_FMHA_CACHE_DIR", str(tmp_path / "jit"))
     world.setenv("MM_SPARSE_ATTN_AOT_CACHE", str(tmp_path / "aot"))
+    world.setenv("MSA_VENDORED_KERNEL_CACHE", str(tmp_path / "own"))
     kernels = keyed_cache_folder(tmp_path / "jit")
     files = {
         kernels / "plan" / "plan.so": 5,
@@ -265,6 +267,9 @@ def test_cache_folders_count_only_this_build(world: pytest.MonkeyPatch, tmp_path
         tmp_path / "aot" / "fwd_00.o": 100,
         tmp_path / "ext" / extension_name("csr") / "csr.so": 11,
         tmp_path / "ext" / f"csr_{OTHER_TREE}_0" / "csr.so": 100,
+        tmp_path / "own" / f"delta-sm_90a-{digest_sources()[:12]}-0123456789ab.o": 13,
+        tmp_path / "own" / f"delta-sm_90a-{digest_sources()[:12]}-0123456789ab.lock": 0,
+        tmp_path / "own" / "delta-sm_90a-0123456789ab-0123456789ab.o": 100,
     }
     for path, size_bytes in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +279,10 @@ def test_cache_folders_count_only_this_build(world: pytest.MonkeyPatch, tmp_path
         ("nvcc kernels", kernels, 1, 5),
         ("CuTe DSL kernels", tmp_path / "aot", 1, 7),
         ("torch extensions", tmp_path / "ext", 1, 11),
+        ("own kernels", tmp_path / "own", 1, 13),
     ]
+    world.setenv("MSA_VENDORED_KERNEL_CACHE", "off")
+    assert [folder.name for folder in list_cache_folders()] == [name for name, *_ in found[:3]]
 
 
 @pytest.mark.parametrize(

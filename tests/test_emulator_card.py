@@ -6,20 +6,26 @@ fragments), not tcgen05.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from ptx_emulator import emulate
 from ptx_emulator.alu import LANE_OPS
 from ptx_emulator.card import Card
+from ptx_emulator.hopper_example import expect, make_problem
 from ptx_emulator.snippets import WIDTHS, lane_address, lane_op_module, module
 from ptx_emulator.tensor_map import encode_tensor_map
 
 pytestmark = pytest.mark.gpu
 TARGET = "sm_90a"
+TESTS = Path(__file__).resolve().parent
 APPROXIMATE = ("ex2", "lg2", "rcp.approx", "rsqrt", "sqrt.approx", "div.approx", "div.full", "sin", "cos", "tanh")
-SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "mad24", "mul24")
+SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "fma.rn.f32.bf16", "fma.rn.f32.f16", "mad24", "mul24")
 NOT_COMPARED = ("cvta.", "lop3.")
 """Addresses, since the emulator's windows are not the card's; lop3, whose table must be an immediate."""
 FLOAT_TYPES = {"f32": torch.float32, "f64": torch.float64}
@@ -244,3 +250,96 @@ def test_warp_instructions_agree_with_the_card(card: Card) -> None:
     expected = card.run(text, [out])[0]
     emulate(text, out).require_clean()
     assert torch.equal(out, expected)
+
+
+def test_cute_kernel_agrees_with_the_card(tmp_path: Path) -> None:
+    """The whole of an SM90 kernel: TMA, wgmma of every operand form, stmatrix, bulk and packed reductions."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    results = []
+    for where in ("card", "emulator"):
+        file = tmp_path / where
+        command = [sys.executable, "-m", "ptx_emulator.hopper_example", where, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        results.append(torch.load(file))
+    (ptx_on_card, on_card), (ptx_emulated, emulated) = results
+    assert ptx_on_card == ptx_emulated
+    for got, other, want in zip(emulated, on_card, expect(make_problem(2)), strict=True):
+        assert torch.equal(got, other)
+        assert torch.equal(got, want)
+
+
+REDUCTIONS = {
+    "red.global.add.f32": ("f32", 1), "red.global.add.v2.f32": ("f32", 2), "red.global.add.v4.f32": ("f32", 4),
+    "red.global.add.noftz.bf16x2": ("bf16", 2), "red.global.add.noftz.f16x2": ("f16", 2),
+    "red.global.add.noftz.v4.bf16x2": ("bf16", 8), "red.global.add.noftz.v8.f16": ("f16", 8),
+    "red.global.add.noftz.v2.bf16": ("bf16", 2), "red.shared.add.f32": ("f32", 1),
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": ("f32", 4),
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16": ("bf16", 8),
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16": ("f16", 8),
+}  # fmt: skip
+"""Opcode to the type of its elements and how many a thread adds."""
+REDUCED_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+WORD_SPECIALS = {
+    "f32": [0x00000001, 0x807FFFFF, 0x00400000, 0x00800000, 0x80800001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000],
+    "bf16": [0x0001, 0x807F, 0x0040, 0x0080, 0x8081, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0x3F80],
+    "f16": [0x0001, 0x83FF, 0x0200, 0x0400, 0x8401, 0x7BFF, 0x7C00, 0xFC00, 0x7E00, 0x3C00],
+}
+"""Subnormals, the smallest normals, the largest number, infinities and NaN, as bits."""
+
+
+def reduction_operands(kind: str, elements: int, seed: int) -> torch.Tensor:
+    """Bits of numbers: special ones mixed with any."""
+    generator = random.Random(f"{kind} {seed}")  # noqa: S311 -- test data
+    bits = 32 if kind == "f32" else 16
+    values = [
+        generator.choice(WORD_SPECIALS[kind]) if generator.random() < 0.5 else generator.getrandbits(bits)
+        for _ in range(elements)
+    ]
+    signed = [value - (1 << bits) if value >> (bits - 1) else value for value in values]
+    return torch.tensor(signed, dtype=torch.int32 if bits == 32 else torch.int16)
+
+
+def reduction_module(opcode: str, bytes_of_thread: int) -> str:
+    """``out`` += ``a``, each thread its own part, by one instruction."""
+    words = bytes_of_thread // 4
+    registers = [f"%r{10 + i}" for i in range(max(words, 1))]
+    listed = f"{{{', '.join(registers)}}}" if words > 1 else registers[0]
+    load = f"ld.global.{f'v{words}.' if words > 1 else ''}b32 {listed}, [%d0];"
+    body = LANE + lane_address("%d0", "a", bytes_of_thread) + lane_address("%d1", "out", bytes_of_thread) + load
+    if opcode.startswith("cp.reduce"):
+        body += f"""
+        mad.lo.u32 %r4, %r0, {bytes_of_thread}, %r3; st.shared.v{words}.b32 [%r4], {listed};
+        fence.proxy.async.shared::cta;
+        {opcode} [%d1], [%r4], {bytes_of_thread};
+        cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    elif ".shared." in opcode:
+        body += f"""
+        mad.lo.u32 %r4, %r0, 4, %r3; ld.global.b32 %r20, [%d1]; st.shared.b32 [%r4], %r20;
+        {opcode} [%r4], %r10; ld.shared.b32 %r20, [%r4]; st.global.b32 [%d1], %r20;"""
+    elif opcode.endswith((".bf16", ".f16")):
+        halves = [f"%h{i}" for i in range(2 * words)]
+        body += "".join(f"mov.b32 {{{halves[2 * i]}, {halves[2 * i + 1]}}}, %r{10 + i};" for i in range(words))
+        body += f"{opcode} [%d1], {{{', '.join(halves)}}};"
+    else:
+        body += f"{opcode} [%d1], {listed};"
+    return module(body, [".u64 a", ".u64 out"], shared_bytes=1024, target=TARGET)
+
+
+@pytest.mark.parametrize("opcode", REDUCTIONS)
+def test_reduction_agrees_with_the_card(card: Card, opcode: str) -> None:
+    """Rounding, flushing and NaN of additions in memory: one addition to each element."""
+    kind, elements = REDUCTIONS[opcode]
+    dtype = REDUCED_TYPES[kind]
+    text = reduction_module(opcode, elements * dtype.itemsize)
+    for seed in range(8):
+        a = reduction_operands(kind, 32 * elements, seed)
+        out = reduction_operands(kind, 32 * elements, seed + 100)
+        before = out.clone()
+        expected = card.run(text, [a, out])[1]
+        emulate(text, a, out).require_clean()
+        same_bits = out == expected
+        both_nan = torch.isnan(out.view(dtype)) & torch.isnan(expected.view(dtype))
+        wrong = (~(same_bits | both_nan)).nonzero().flatten().tolist()
+        shown = [tuple(hex(int(t[i]) & 0xFFFFFFFF) for t in (before, a, out, expected)) for i in wrong[:4]]
+        assert not wrong, f"{len(wrong)} differ; before, added, emulated, on the card: {shown}"

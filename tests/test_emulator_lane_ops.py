@@ -308,6 +308,20 @@ def test_packed_float_instructions_work_on_both_halves() -> None:
         assert list(struct.unpack("<ff", struct.pack("<Q", result))) == both
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_mixed_precision_fma_rounds_once_to_f32(kind: str) -> None:
+    """A product rounded to its 16-bit type, or to f32 before the addition."""
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    a = torch.linspace(-3, 3, 32).to(dtype)
+    b = a.flip(0) + 1
+    c = torch.tensor([f32(-float(x) * float(y) * (1 + 2**-20)) for x, y in zip(a, b, strict=True)])
+    words = [[v & 0xFFFF for v in t.view(torch.int16).tolist()] for t in (a, b)]
+    # Exact in double: products have at most 22 bits, and c is within 2^-20 of them.
+    expected = [f32(float(x) * float(y) + float(z)) for x, y, z in zip(a, b, c, strict=True)]
+    assert any(expected)
+    assert run_op(f"fma.rn.f32.{kind}", [*words, c.tolist()]) == expected
+
+
 @pytest.mark.parametrize(
     "statement",
     [

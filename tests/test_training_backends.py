@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from msa_vendored import MSABackwardSchedule, kernels
+from msa_vendored import MSABackwardSchedule, kernels, probes
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference import cases
 from msa_vendored.training import (
@@ -110,9 +110,13 @@ def test_unknown_backend_is_refused() -> None:
         resolve_backend("SM100", CPU)
 
 
-def test_hopper_without_its_launchers_points_to_the_reference() -> None:
+def test_hopper_without_its_launchers_points_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a dead end: the error must name the way on."""
-    with pytest.raises(UnavailableError, match='backend="reference"'):
+    monkeypatch.setattr(probes, "HOPPER_TESTED_WITH", {"nvidia-cutlass-dsl": "0.0"})
+    kernels.cache_clear()
+    with pytest.raises(
+        UnavailableError, match=r"""the sm90 launchers(.*\n)*.*\[sm90\]'; or pass backend="reference\""""
+    ):
         backends.bind_kernels("sm90")
 
 
@@ -148,6 +152,21 @@ def test_sm100_names_what_it_is_not_built_for(name: str | None) -> None:
         return check()
     with pytest.raises(ArgumentValueError, match=f"the sm100 backend does not support this {name}"):
         check()
+    return None
+
+
+HOPPER_LIMITS: dict[str, dict[str, Any]] = {"q.dtype": {"dtype": torch.float32}, "head dimension": {"dim": 64}}
+
+
+@pytest.mark.parametrize("name", [None, *HOPPER_LIMITS])
+def test_sm90_takes_any_heads_topk_and_scale(name: str | None) -> None:
+    """Guards limits of SM100 that SM90 does not have, and a dtype whose bytes its kernels would misread."""
+    shape = {"dtype": torch.bfloat16, "dim": 128, **(HOPPER_LIMITS[name] if name else {})}
+    q, k = (torch.zeros(1, heads, shape["dim"], dtype=shape["dtype"]) for heads in (6, 3))
+    if name is None:
+        return backends.require_supported("sm90", q=q, k=k, topk=32, softmax_scale=0.3)
+    with pytest.raises(ArgumentValueError, match=f"the sm90 backend does not support this {name}"):
+        backends.require_supported("sm90", q=q, k=k, topk=32, softmax_scale=0.3)
     return None
 
 
@@ -211,9 +230,10 @@ def test_reference_repeats_bitwise_under_deterministic_algorithms(deterministic:
 
 
 def test_kernels_refuse_deterministic_algorithms(deterministic: Any) -> None:
-    """Guards a run believed to be repeatable while dq is summed by atomics."""
+    """Guards a run believed to be repeatable while dq is summed by atomics; SM90 has a backward that repeats."""
     backends.require_determinism("sm100")
     deterministic(True)
+    backends.require_determinism("sm90")
     with pytest.raises(NotDeterministicError, match="no deterministic sm100 kernels"):
         backends.require_determinism("sm100")
     deterministic(True, warn_only=True)

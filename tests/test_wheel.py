@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import msa_vendored
+from msa_vendored.probes import HOPPER_TESTED_WITH
 from msa_vendored.vendoring.lock import Pin, read_lock
 from msa_vendored.vendoring.metadata_hook import PinMetadataHook
 from msa_vendored.vendoring.pipeline import read_checkout
@@ -81,6 +82,13 @@ def test_the_extra_installs_what_the_pin_was_tested_with(installed: Distribution
     assert len(tested_with) == 3
     for name, version in tested_with.items():
         assert f"{name}=={version}; extra == 'sm100'" in [line.replace('"', "'") for line in wanted]
+
+
+def test_the_extra_of_hopper_installs_what_its_launchers_are_bound_with(installed: Distribution) -> None:
+    """Guards the remedy in the error of ``kernels(backend="sm90")``."""
+    wanted = [line.replace('"', "'") for line in installed.metadata.get_all("Requires-Dist") or []]
+    for name, version in HOPPER_TESTED_WITH.items():
+        assert f"{name}=={version}; extra == 'sm90'" in wanted
 
 
 @pytest.mark.parametrize("pin", read_lock(ROOT / "third_party" / "msa.lock.toml").pins, ids=lambda pin: pin.id)

@@ -103,6 +103,8 @@ def aligned_operand(tensor: torch.Tensor) -> torch.Tensor:
     128-bit loads fault on other addresses. A view at an odd storage offset is a legal argument, so it is copied
     rather than refused.
     """
+    if not tensor.requires_grad and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor  # 0.3 us instead of 4
     operand = tensor.detach().contiguous()
     return operand.clone() if operand.data_ptr() % 16 else operand
 

@@ -52,6 +52,7 @@ from msa_vendored.backward.sm90_ops import (
     store_shared_f32x4,
     swizzled,
 )
+from msa_vendored.backward.tasks import DESCRIPTOR_WORDS
 
 HEAD_DIM = 128
 KEYS = 128
@@ -78,8 +79,8 @@ or Q and dO were read for the last time in a segment; 6, 7: the warpgroup's own 
 def dkv_sum_index(key: int, d: int) -> int:
     """Where element (key of the block, d) is in the 128 * 128 elements of a block of ``dk_sum`` or ``dv_sum``.
 
-    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are 8
-    columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
+    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are
+    8 columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
     2 (l % 4) + i % 2.
     """
     warp, lane, below = key // 16, key % 8 * 4 + d % 8 // 2, key % 16 // 8
@@ -268,6 +269,8 @@ class MainBackwardSm90:
         if chunk >= full:
             begin = full * descriptor[1] + (chunk - full) * descriptor[3]
             end = cutlass.min(begin + descriptor[3], descriptor[0])
+        if descriptor[1] == 0:
+            begin, end = descriptor[DESCRIPTOR_WORDS + chunk], descriptor[DESCRIPTOR_WORDS + 1 + chunk]
         return begin, end
 
     @cute.jit
@@ -677,7 +680,7 @@ class MainBackwardSm90:
         thread: Int32,
         group: Int32,
     ) -> None:
-        """dQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
+        """DQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
         cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
         # Lane i of a warp keeps the token of box i of its dQ.
         boxes, warp, lane = 16 // min(self.ratio, 8), thread // 32, thread % 32
@@ -817,7 +820,7 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
         tensor(Int32, (capacity, slots)),
         tensor(Int32, (symbol(),)),
         tensor(Int32, (documents,)),
-        tensor(Int32, (8,)),
+        tensor(Int32, (symbol(),)),
         tensor(sums, (tokens, q_heads, HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),

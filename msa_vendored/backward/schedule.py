@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import is_
 from typing import ClassVar
 
 import torch
@@ -91,8 +92,10 @@ def require_schedule(value: object) -> None:
 
 
 def aligned_schedule(schedule: MSABackwardSchedule) -> MSABackwardSchedule:
-    """The same schedule with every field detached, contiguous and at a 16-byte address."""
-    return type(schedule)(*(aligned_operand(getattr(schedule, field.name)) for field in fields(schedule)))
+    """The same schedule with every field detached, contiguous and at a 16-byte address; itself if it is so already."""
+    given = [getattr(schedule, field.name) for field in fields(schedule)]
+    aligned = [aligned_operand(tensor) for tensor in given]
+    return schedule if all(map(is_, aligned, given)) else type(schedule)(*aligned)
 
 
 def require_schedule_device(schedule: MSABackwardSchedule, device: torch.device) -> None:

@@ -25,14 +25,17 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def refuse_unsupported(name: str, value: object, *, default: object, reason: str) -> None:
-    """Refuses a value other than the default of an argument that only the GPU kernels use.
+def refuse_unsupported(
+    name: str, value: object, *, default: object, reason: str, launchers: str = "the reference launchers"
+) -> None:
+    """Refuses a value other than the default of an argument that only the official kernels use.
 
     Args:
         name: argument name.
         value: what was passed.
         default: the official default, which is accepted.
         reason: what the argument is for, in a few words.
+        launchers: who refuses, for the message.
 
     Raises:
         UnsupportedArgumentError: ``value`` is not ``default``; also a NotImplementedError.
@@ -40,7 +43,7 @@ def refuse_unsupported(name: str, value: object, *, default: object, reason: str
     if value is default or (not isinstance(value, torch.Tensor) and value == default):
         return
     raise UnsupportedArgumentError(
-        f"the reference launchers do not support {name} ({reason})",
+        f"{launchers} do not support {name} ({reason})",
         where=f"argument {name}",
         expected=repr(default),
         got=f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value),

@@ -69,12 +69,12 @@ def build_k2q_csr(
         ValueError: a shape, layout, length or selection is not as described. Reading lengths and selection
             synchronises with the device.
     """
-    _require_layout(q2k_indices)
+    require_selection_layout(q2k_indices)
     require_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q2k_indices.device)
     require_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q2k_indices.device)
     require_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
     require_block_size("kv_block_size", kv_block_size)
-    _require_sizes(total_k, max_seqlen_k, max_seqlen_q, qhead_per_kv, return_schedule)
+    require_csr_sizes(total_k, max_seqlen_k, max_seqlen_q, qhead_per_kv, return_schedule)
     require_prefix_sums("cu_seqlens_q", cu_seqlens_q, total=q2k_indices.shape[1])
     require_prefix_sums("cu_seqlens_k", cu_seqlens_k, total=total_k)
     for name, bound, cu_seqlens in (
@@ -102,7 +102,8 @@ def token_documents(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
 
-def _require_layout(q2k_indices: torch.Tensor) -> None:
+def require_selection_layout(q2k_indices: torch.Tensor) -> None:
+    """Refuses a selection that is not int32 ``[Hkv, total_q, topK]`` in a layout for 16-byte loads; no sync."""
     require_tensor("q2k_indices", q2k_indices)
     require_dtype("q2k_indices", q2k_indices, (torch.int32,))
     require_shape("q2k_indices", q2k_indices, ("Hkv", "total_q", "topK"))
@@ -118,9 +119,10 @@ def _require_layout(q2k_indices: torch.Tensor) -> None:
         )
 
 
-def _require_sizes(
+def require_csr_sizes(
     total_k: int | None, max_seqlen_k: int | None, max_seqlen_q: int | None, qhead_per_kv: int, return_schedule: bool
 ) -> None:
+    """Refuses sizes that ``build_k2q_csr`` cannot work with, from the numbers alone."""
     require_present("total_k", total_k, "(k.shape[0])")
     if return_schedule:
         require_present("max_seqlen_k", max_seqlen_k, "with return_schedule=True")

@@ -159,7 +159,7 @@ def read_schedule(
             selection: softmax over a part of a selection would be wrong without a sign of it.
     """
     total_q = int(documents.query_count.sum())
-    _require_schedule_tensors(schedule, row_ptr, q_indices, total_q)
+    require_schedule_tensors(schedule, row_ptr, q_indices, total_q)
     metadata = schedule.scheduler_metadata
     worklist = read_worklist(metadata, schedule.work_count, row_ptr, documents, BLOCK_SIZE)
     rows = map_rows(cu_seqlens_k)
@@ -182,9 +182,10 @@ def read_schedule(
     return flatten_edges(worklist, q_indices, documents)
 
 
-def _require_schedule_tensors(
+def require_schedule_tensors(
     schedule: ForwardSchedule, row_ptr: torch.Tensor, q_indices: torch.Tensor, total_q: int
 ) -> None:
+    """Refuses schedule tensors of other types, shapes or devices than those of this CSR; reads no contents."""
     for name, tensor, shape in (
         ("scheduler_metadata", schedule.scheduler_metadata, ("capacity", 6)),
         ("work_count", schedule.work_count, (1,)),

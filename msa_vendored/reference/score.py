@@ -216,8 +216,8 @@ def fmha_sm100(
         refuse_unsupported(name, 1.0 if scale is None else scale, default=1.0, reason="FP8")
     plan = _require_plan(plan_info)
     require_qkv(q, k, v)
-    _require_plan_fits(plan, q, k)
-    offsets = _require_override(plan, q_offset_override)
+    require_plan_fits(plan, q, k)
+    offsets = resolve_offsets(plan, q_offset_override)
     scores = _score_buffer(plan, q, max_score, wanted=output_maxscore)
     if scores is None and not output_o:
         raise ArgumentValueError(
@@ -250,14 +250,16 @@ def _require_plan(plan_info: object) -> PlanInfo:
     return plan_info[3]
 
 
-def _require_plan_fits(plan: PlanInfo, q: torch.Tensor, k: torch.Tensor) -> None:
+def require_plan_fits(plan: PlanInfo, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuses operands of other token or head counts than the plan's."""
     require_shape("q", q, (sum(plan["qo_segment_lens"]), plan["num_qo_heads"], "D"))
     require_shape("k", k, (sum(plan["kv_segment_lens"]), "Hkv", "D"))
     if plan["num_kv_heads"] != -1:
         require_shape("k", k, ("total_k", plan["num_kv_heads"], "D"))
 
 
-def _require_override(plan: PlanInfo, override: int | torch.Tensor | None) -> list[int]:
+def resolve_offsets(plan: PlanInfo, override: int | torch.Tensor | None) -> list[int]:
+    """Position of query 0 among the keys, document by document, with ``q_offset_override`` applied."""
     longest = max(plan["kv_segment_lens"])
     if plan["causal"]:
         return _offsets("q_offset_override", override, plan["qo_offset"])

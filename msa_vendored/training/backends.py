@@ -106,8 +106,9 @@ def bind_kernels(backend: str) -> MSAKernels:
 def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_scale: float) -> None:
     """Refuse a call that the backend has no kernels for, before anything is launched.
 
-    The reference takes every head dimension, float32 and float64 too, and any finite softmax scale. SM100 is built
-    for MiniMax-M3's shape, and its ``run_backward`` has the scale built in.
+    The reference takes every head dimension, float32 and float64 too, and any finite softmax scale. SM90 takes
+    bfloat16 and head dimension 128. SM100 is built for MiniMax-M3's shape, and its ``run_backward`` has the scale
+    built in.
 
     Raises:
         ArgumentValueError: (a ValueError) one of the numbers differs.
@@ -116,20 +117,23 @@ def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_
         raise ArgumentValueError(
             "softmax_scale must be finite", where="softmax_scale", expected="a finite number", got=str(softmax_scale)
         )
-    if backend != "sm100":
+    if backend == "reference":
         return
-    limits = (
+    limits: list[tuple[str, object, object]] = [
         ("q.dtype", torch.bfloat16, q.dtype),
-        ("query heads", 64, q.shape[1]),
-        ("key/value heads", 4, k.shape[1]),
         ("head dimension", 128, q.shape[2]),
-        ("blocks per query", 16, topk),
-        ("softmax_scale", 128**-0.5, softmax_scale),
-    )
+    ]
+    if backend == "sm100":
+        limits += [
+            ("query heads", 64, q.shape[1]),
+            ("key/value heads", 4, k.shape[1]),
+            ("blocks per query", 16, topk),
+            ("softmax_scale", 128**-0.5, softmax_scale),
+        ]
     for name, expected, got in limits:
         if expected != got:
             raise ArgumentValueError(
-                f"the sm100 backend does not support this {name}",
+                f"the {backend} backend does not support this {name}",
                 where=name,
                 expected=str(expected),
                 got=str(got),
@@ -140,13 +144,14 @@ def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_
 def require_determinism(backend: str) -> None:
     """Refuse kernels that accumulate with atomics while deterministic algorithms are asked for.
 
-    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves. With
-    ``warn_only`` this warns, as PyTorch's operators do.
+    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves; SM90
+    has a backward that repeats bit by bit, at a cost, and takes it then. With ``warn_only`` this warns, as PyTorch's
+    operators do.
 
     Raises:
         NotDeterministicError: (a NotImplementedError) the backend has no deterministic kernels.
     """
-    if backend == "reference" or not torch.are_deterministic_algorithms_enabled():
+    if backend != "sm100" or not torch.are_deterministic_algorithms_enabled():
         return
     what = f"sparse_attention has no deterministic {backend} kernels: they accumulate dq, dk and dv with atomics"
     if torch.is_deterministic_algorithms_warn_only_enabled():

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from msa_vendored.training.layout import BLOCK_SIZE
 
+UNUSABLE_SELECTION = "msa_vendored: block_ids repeat a block, leave the query's document, or go on after a -1"
+"""Message of the device-side assertion."""
+
 
 def usable_queries(block_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Which queries have a selection that the kernels may be given.
@@ -34,5 +37,4 @@ def assert_selection(block_ids: Tensor, cu_seqlens: Tensor) -> None:
     On the CPU a fault raises RuntimeError here. On CUDA it raises at a later synchronisation, and the context is lost,
     as after any device-side assertion.
     """
-    message = "msa_vendored: block_ids repeat a block, leave the query's document, or go on after a -1"
-    torch._assert_async(usable_queries(block_ids, cu_seqlens).all(), message)
+    torch._assert_async(usable_queries(block_ids, cu_seqlens).all(), UNUSABLE_SELECTION)

@@ -52,8 +52,10 @@ def launch_forward(
     require_supported(name, q=q, k=k, topk=topk, softmax_scale=softmax_scale)
     require_determinism(name)
     bundle = bind_kernels(name)
-    if check_selection and name != "reference":  # the reference refuses unusable selections itself
+    # The reference refuses unusable selections itself, and the index of SM90 notices them in passing.
+    if check_selection and name == "sm100":
         assert_selection(block_ids, cu_seqlens)
+    options = {"check_selection": check_selection} if name == "sm90" else {}
     queries, keys, values, ids = (aligned_operand(tensor) for tensor in (q, k, v, block_ids))
     with on_device_of(q):
         # total_rows: without it the official builder takes total_k // 128 where that divides, and drops edges.
@@ -68,6 +70,7 @@ def launch_forward(
             total_rows=csr_rows.shape[0],
             qhead_per_kv=queries.shape[1] // key_heads,
             return_schedule=True,
+            **options,
         )
         out, lse = bundle.sparse_atten_func(
             queries,
@@ -175,12 +178,14 @@ def launch_backward(
     name = resolve_backend(backend or None, q.device)
     require_determinism(name)
     bundle = bind_kernels(name)
-    make_schedule = BackwardSchedule if name == "reference" else MSABackwardSchedule
+    make_schedule = MSABackwardSchedule if name == "sm100" else BackwardSchedule
     schedule = make_schedule(row_ptr, q_indices, scheduler_metadata, work_count, cu_seqlens, document_workspace_starts)
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
         v_aligned = v.new_zeros((workspace_size, *v.shape[1:])).index_copy_(0, workspace_positions, v)
-        options = {} if name == "sm100" else {"softmax_scale": softmax_scale}
+        options: dict[str, Any] = {} if name == "sm100" else {"softmax_scale": softmax_scale}
+        if name == "sm90":
+            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         dq, dk_aligned, dv_aligned = bundle.run_backward(
             q=q,
             k_aligned=k_aligned,

@@ -52,7 +52,9 @@ def select_blocks(
     Raises:
         StalePlanError: (a ValueError) token counts differ from the micro-batch's.
         ArgumentValueError: (a ValueError) other shapes, dtypes, ``topk``, or more forced blocks than ``topk``.
-        SelectionBufferError: (a RuntimeError) more than 2**31 scores; use shorter documents or fewer tokens.
+        SelectionBufferError: (a RuntimeError) more than 2**31 scores, except on SM90; use shorter documents or fewer
+            tokens.
+        UnsupportedArgumentError: (a NotImplementedError) SM90, and not bfloat16 or index_dim not 128.
         UnavailableError: the backend cannot run here.
     """
     _require_index_shapes(index_q, index_k, microbatch)
@@ -119,6 +121,11 @@ def launch_selection(
 ) -> Tensor:
     """Score pass and ranking; see :func:`select_blocks`. ``lengths`` and ``key_lengths`` are on the CPU."""
     tokens, heads, _ = index_q.shape
+    name = resolve_backend(backend or None, index_q.device)
+    if name == "sm90":
+        return _select_on_hopper(
+            index_q, index_k, lengths, key_lengths, document_positions, init=init, local=local, topk=topk
+        )
     tiles = score_tiles(max_key_seqlen)
     if heads * tiles * tokens > SCORE_CAPACITY:
         raise SelectionBufferError(
@@ -128,11 +135,30 @@ def launch_selection(
             got=f"{heads} * {tiles} * {tokens} = {heads * tiles * tokens}",
             next_command="select in smaller micro-batches",
         )
-    scores = _score_blocks(
-        index_q, index_k, lengths, key_lengths, tiles, resolve_backend(backend or None, index_q.device)
-    )
+    scores = _score_blocks(index_q, index_k, lengths, key_lengths, tiles, name)
     blocks = -(-max_key_seqlen // BLOCK_SIZE)
     return rank_blocks(scores[:, :blocks], document_positions, init=init, local=local, topk=topk)
+
+
+def _select_on_hopper(
+    index_q: Tensor,
+    index_k: Tensor,
+    lengths: Tensor,
+    key_lengths: Tensor,
+    document_positions: Tensor,
+    *,
+    init: int,
+    local: int,
+    topk: int,
+) -> Tensor:
+    # Ranking by kernel: PyTorch's top-k takes longer than the score pass, and wants scores padded to 128 blocks.
+    bundle = bind_kernels("sm90")
+    from msa_vendored.hopper.select import select_on_device
+
+    with on_device_of(index_q):
+        heads = index_q.shape[1]
+        plan = _plan_scores(bundle.fmha_sm100_plan, lengths, key_lengths, heads, "sm90", index_q.device)
+        return select_on_device(index_q, index_k, plan[3], document_positions, init=init, local=local, topk=topk)
 
 
 def _shape_selection(

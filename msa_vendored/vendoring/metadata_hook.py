@@ -1,4 +1,4 @@
-"""Hatchling metadata hook: the extra ``sm100`` names the versions that the wheel's own pin was tested with."""
+"""Hatchling metadata hook: the extras; ``sm100`` names the versions that the wheel's own pin was tested with."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ class PinMetadataHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Called by hatchling with the ``project`` table, which lists the field as dynamic."""
         sys.path.insert(0, self.root)
+        from msa_vendored.probes import HOPPER_TESTED_WITH
         from msa_vendored.vendoring.lock import read_lock
 
         lock = read_lock(Path(self.root) / "third_party" / "msa.lock.toml")
         tested_with = lock.pin(os.environ.get("MSA_VENDORED_PIN") or None).tested_with
         tested = [f"{name}=={version}" for name, version in tested_with.items()]
-        metadata["optional-dependencies"] = {"sm100": [*tested, *ALSO_IMPORTED]}
+        metadata["optional-dependencies"] = {
+            "sm100": [*tested, *ALSO_IMPORTED],
+            "sm90": [f"{name}=={version}" for name, version in HOPPER_TESTED_WITH.items()],
+            "bench": ["matplotlib>=3.8"],
+        }

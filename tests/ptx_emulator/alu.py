@@ -107,6 +107,8 @@ def _add_bits() -> None:
     _add("bfe.u32", "u32", "u32 u32 u32", "extract_bits(a,b,c)")
     _add("bfe.s32", "u32", "u32 u32 u32", "extract_signed_bits(a,b,c)")
     _add("bfi.b32", "u32", "u32 u32 u32 u32", "insert_bits(a,b,c,d)")
+    _add("bfi.b64", "u64", "u64 u64 u32 u32", "insert_wide_bits(a,b,c,d)")
+    _add("bfe.u64", "u64", "u64 u32 u32", "extract_wide_bits(a,b,c)")
     _add("popc.b32", "u32", "u32", "(u32)__builtin_popcount(a)")
     _add("popc.b64", "u32", "u64", "(u32)__builtin_popcountll(a)")
     _add("clz.b32", "u32", "u32", "a?(u32)__builtin_clz(a):32u")
@@ -153,6 +155,8 @@ def _add_conversions() -> None:
     for kind, cpp in (("s32", "s32"), ("u32", "u32"), ("s64", "s64"), ("u64", "u64")):
         _add(f"cvt.rn.f32.{kind}", "f32", kind, "(f32)a")
         _add(f"cvt.rn.f64.{kind}", "f64", kind, "(f64)a")
+        for rounding, function in (("rzi", "trunc"), ("rni", "nearbyint"), ("rmi", "floor"), ("rpi", "ceil")):
+            _add(f"cvt.{rounding}.{kind}.f64", kind, "f64", f"saturate<{cpp}>({function}(a))")
         for rounding, function in (("rzi", "truncf"), ("rni", "nearbyintf"), ("rmi", "floorf"), ("rpi", "ceilf")):
             for flush in ("", ".ftz"):
                 _add(
@@ -163,6 +167,10 @@ def _add_conversions() -> None:
                 )
     for rounding, function in (("rzi", "truncf"), ("rni", "nearbyintf"), ("rmi", "floorf"), ("rpi", "ceilf")):
         _add(f"cvt.{rounding}.f32.f32", "f32", "f32", f"{function}(a)")
+    _add("cvt.rn.f32.s16", "f32", "hs", "(f32)(s32)a")
+    _add("cvt.rn.f32.u16", "f32", "h", "(f32)a")
+    _add("cvt.rn.f32.s8", "f32", "h", "(f32)(int8_t)a")
+    _add("cvt.rn.f32.u8", "f32", "h", "(f32)(a&255)")
     _add("cvt.f64.f32", "f64", "f32", "(f64)a")
     _add("cvt.rn.f32.f64", "f32", "f64", "(f32)a")
     _add("cvt.sat.f32.f32", "f32", "f32", "a>0.f?(a>1.f?1.f:a):0.f")
@@ -259,6 +267,7 @@ def _add_packed_half() -> None:
         high = f"{to_half}(fma_half({from_half}(a>>16),{from_half}(b>>16),{from_half}(c>>16)))"
         _add(f"fma.rn.{name}x2", "u32", "u32 u32 u32", f"{low}|({high}<<16)")
         _add(f"add.rn.f32.{name}", "f32", "h f32", f"{from_half}(a)+b")
+        _add(f"fma.rn.f32.{name}", "f32", "h h f32", f"__builtin_fmaf({from_half}(a),{from_half}(b),c)")
 
 
 def _add_compares() -> None:
@@ -282,6 +291,7 @@ def _add_compares() -> None:
     unordered |= {"geu": "!(a<b)", "nan": "a!=a||b!=b", "num": "a==a&&b==b"}
     for name, expression in unordered.items():
         _add_float_compare(name, expression)
+        _add(f"setp.{name}.f64", "pred", "f64 f64", expression)
 
 
 def _add_float_compare(name: str, expression: str) -> None:

@@ -31,7 +31,7 @@ class LaunchConfig(c.Structure):
         (name, c.c_uint32)
         for name in ("shared_bytes", "local_bytes", "schedule", "seed", "quantum", "checks", "resident_ctas")
     ]
-    _fields_ += [(name, c.c_uint32) for name in ("registers_per_thread", "dynamic_bytes", "first_cta", "cta_step")]
+    _fields_ += [(name, c.c_uint32) for name in ("registers_per_thread", "dynamic_bytes", "workers")]
     _fields_ += [("max_instructions", c.c_uint64)]
 
 

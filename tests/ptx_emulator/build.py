@@ -27,6 +27,7 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fPIC",
+    "-pthread",
     "-shared",
     "-w",
 )

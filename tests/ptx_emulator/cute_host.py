@@ -150,11 +150,22 @@ def _get_host() -> _Host:
 
 
 class CompiledFunction:
-    """A compiled function with its own table of kernels: names are not unique between functions."""
+    """A compiled function with its own table of kernels: names are not unique between functions.
 
-    def __init__(self, function: Any) -> None:
+    Args:
+        function: what ``cute.compile`` or ``cute.runtime.load_module`` gave.
+        ptx: its PTX. A compiled function has its own; an exported one holds machine code only.
+
+    Raises:
+        ValueError: there is no PTX.
+    """
+
+    def __init__(self, function: Any, ptx: str | None = None) -> None:
+        text = ptx or getattr(function, "__ptx__", None)
+        if not text:
+            raise ValueError("ptx: an exported function holds no PTX; give the __ptx__ of the one that was exported")
         self.function = function
-        self.kernels = load_kernels(function.__ptx__)
+        self.kernels = load_kernels(text)
 
     def run(self, arguments: Sequence[Any], options: Options, report: Report, names: Sequence[str] = ()) -> None:
         """Call the host code; its launches add to the report.

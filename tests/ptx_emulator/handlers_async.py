@@ -119,7 +119,24 @@ def tensor_load(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     )
 
 
+@opcode(rf"cp\.async\.bulk\.tensor\.2d{TARGET}\.tile::gather4\.mbarrier::complete_tx::bytes(?:\.cta_group::1)?{HINT}")
+def tensor_gather(x: Lowering, _match: re.Match[str], operands: list[str]) -> None:
+    target, offset = x.address(operands[0])
+    tensor_map, coordinates = _split_tensor(x, operands[1], 5)
+    barrier, barrier_offset = x.address(operands[2])
+    sources = [x.source(text, 4) for text in coordinates]
+    x.emit("TMA_LOAD", [target, barrier, x.source(tensor_map, 8), *sources], 5, barrier_offset, 1, offset)
+
+
 SOURCE = r"\.global\.shared::cta"
+
+
+@opcode(rf"cp\.async\.bulk\.tensor\.2d{SOURCE}\.tile::scatter4\.bulk_group{HINT}")
+def tensor_scatter(x: Lowering, _match: re.Match[str], operands: list[str]) -> None:
+    tensor_map, coordinates = _split_tensor(x, operands[0], 5)
+    source, offset = x.address(operands[1])
+    values = [x.source(text, 4) for text in coordinates]
+    x.emit("TMA_STORE", [source, x.source(tensor_map, 8), *values], 5, 0, 1, offset)
 
 
 @opcode(
@@ -134,11 +151,11 @@ def tensor_store(x: Lowering, match: re.Match[str], operands: list[str]) -> None
     x.emit("TMA_STORE", [source, x.source(tensor_map, 8), *values], len(values), reduction, immediate=offset)
 
 
-def _split_tensor(x: Lowering, text: str, rank: int) -> tuple[str, list[str]]:
+def _split_tensor(x: Lowering, text: str, count: int) -> tuple[str, list[str]]:
     tensor_map, coordinates = split_operands(text[1:-1])
     names = x.vector(coordinates)
-    if len(names) != rank:
-        raise LoweringError(f"{len(names)} coordinates for {rank} dimensions")
+    if len(names) != count:
+        raise LoweringError(f"{len(names)} coordinates, {count} expected")
     return tensor_map, names
 
 

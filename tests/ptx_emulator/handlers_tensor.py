@@ -6,9 +6,9 @@ import re
 
 from ptx_emulator.lower import ALWAYS_FALSE, ALWAYS_TRUE, Lowering, LoweringError, Operand, opcode
 
-SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4)}
+SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4), "16x32bx2": (4, 1)}
 """tcgen05.ld/st shape to its number here and the registers of one repetition."""
-CP_SHAPES = ("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")
+CP_SHAPES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4")
 
 
 @opcode(r"tcgen05\.alloc\.cta_group::1\.sync\.aligned(\.shared::cta)?\.b32")
@@ -33,16 +33,16 @@ def load(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     base, offset = x.address(operands[1])
     results = [x.result(name, 4) for name in x.vector(operands[0])]
     _check_count(results, SHAPES[match["shape"]][1] * count)
-    x.emit("T5_LD", [base, *results], shape, count, immediate=offset)
+    x.emit("T5_LD", [base, *results], shape, count, _split(match, operands[2:]), offset)
 
 
 @opcode(r"tcgen05\.st\.sync\.aligned\.(?P<shape>\w+)\.x(?P<count>\d+)\.b32")
 def store(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     shape, count = _shape(match)
     base, offset = x.address(operands[0])
-    sources = [x.source(name, 4) for name in x.vector(operands[1])]
+    sources = [x.source(name, 4) for name in x.vector(operands[-1])]
     _check_count(sources, SHAPES[match["shape"]][1] * count)
-    x.emit("T5_ST", [base, *sources], shape, count, immediate=offset)
+    x.emit("T5_ST", [base, *sources], shape, count, _split(match, operands[1:-1]), offset)
 
 
 def _shape(match: re.Match[str]) -> tuple[int, int]:
@@ -50,6 +50,13 @@ def _shape(match: re.Match[str]) -> tuple[int, int]:
     if match["shape"] not in SHAPES or count not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise LoweringError(f"opcode or modifier not known: {match.group()}")
     return SHAPES[match["shape"]][0], count
+
+
+def _split(match: re.Match[str], rest: list[str]) -> int:
+    """Columns between the halves of 16x32bx2; the other shapes have no such operand."""
+    if len(rest) != int(match["shape"] == "16x32bx2"):
+        raise LoweringError("an offset between halves belongs to 16x32bx2, and to no other shape")
+    return int(rest[0], 0) if rest else 0
 
 
 def _check_count(registers: list[Operand], expected: int) -> None:
@@ -89,8 +96,7 @@ def _enable(x: Lowering, text: str) -> Operand:
 
 
 @opcode(
-    r"tcgen05\.cp\.cta_group::1\.(?P<shape>128x256b|128x128b|4x256b)",
-    r"tcgen05\.cp\.cta_group::1\.(?P<shape>32x128b)\.warpx4",
+    r"tcgen05\.cp\.cta_group::1\.(?P<shape>128x256b|128x128b|64x128b\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)",
 )
 def copy(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     target, offset = x.address(operands[0])
@@ -170,20 +176,21 @@ def wgmma(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     n, kind = int(match["n"]), ELEMENTS.index(match["type"])
     if n % 8 or not 8 <= n <= 256 or (match["k"] == "8") != (match["type"] == "tf32"):
         raise LoweringError(f"opcode or modifier not known: {match.group()}")
-    results = [x.result(name, 4) for name in x.vector(operands[0])]
-    _check_count(results, n // 2)
+    # The accumulator is read only if scale-d says so, and written later: the interpreter keeps account of both.
+    accumulators = [Operand(x.result(name, 4).slot, "none") for name in x.vector(operands[0])]
+    _check_count(accumulators, n // 2)
     from_registers = operands[1].startswith("{")
     first = [x.source(name, 4) for name in x.vector(operands[1])] if from_registers else [x.source(operands[1], 8)]
     if from_registers:
         _check_count(first, 4)
     second = x.source(operands[2], 8)
     flags = [int(text) for text in operands[4:]]
-    if flags[:2] != [1, 1]:
-        raise LoweringError("negated wgmma operands are not modelled")
+    if any(flag not in (1, -1) for flag in flags[:2]):
+        raise LoweringError(f"scales of {flags[:2]}: 1 or -1 expected")
+    negated = 8 * (flags[0] < 0) | 16 * (flags[1] < 0)
     transposed = flags[2:] if len(flags) > 2 else [0, 0]
     if len(transposed) == 1:
         transposed = [0, *transposed]
-    bits = int(from_registers) | transposed[0] << 1 | transposed[1] << 2
-    # The accumulator is read only if scale-d says so, which is known when it runs: no use is declared here.
+    bits = int(from_registers) | transposed[0] << 1 | transposed[1] << 2 | negated
     enable = _enable(x, operands[3])
-    x.emit("WGMMA", [*results, second, enable, *first], kind, n, bits)
+    x.emit("WGMMA", [*accumulators, second, enable, *first], kind, n, bits)

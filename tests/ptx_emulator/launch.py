@@ -39,7 +39,9 @@ class Options:
         seed: of the random schedule.
         checks: any of ``uninitialised``, ``races`` and ``global``; bounds, alignment, deadlock, allocation and
             barrier checks always run.
-        resident_ctas: CTAs that run interleaved.
+        resident_ctas: CTAs that run interleaved, of each worker.
+        workers: threads that share the CTAs of a launch, worker ``i`` taking every ``workers``-th from the ``i``-th.
+            More than one makes the order of reductions to global memory, and so their rounding, vary between runs.
         suppress: findings that are expected.
         max_instructions: warp instructions after which a launch counts as endless.
         registers_per_thread: at launch; by default what ptxas would give (``.maxnreg``, or the register file divided
@@ -50,6 +52,7 @@ class Options:
     seed: int = 0
     checks: frozenset[str] = ALL_CHECKS
     resident_ctas: int = 2
+    workers: int = 1
     suppress: tuple[Suppression, ...] = ()
     max_instructions: int = 1 << 33
     registers_per_thread: int | None = None
@@ -57,6 +60,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r}: one of {', '.join(SCHEDULES)} expected")
+        if self.workers < 1 or self.resident_ctas < 1:
+            raise ValueError(f"workers {self.workers}, resident_ctas {self.resident_ctas}: at least 1 expected")
         if not self.checks <= ALL_CHECKS:
             raise ValueError(f"checks {sorted(self.checks - ALL_CHECKS)}: only {', '.join(CHECKS)} are known")
 
@@ -129,7 +134,7 @@ class Kernel:
         return LaunchConfig(
             (c.c_uint32 * 3)(*grid), (c.c_uint32 * 3)(*block), static + dynamic_shared_bytes, self.entry.local_bytes,
             SCHEDULES[options.schedule], options.seed, quantum, checks, options.resident_ctas, registers,
-            dynamic_shared_bytes, 0, 1, options.max_instructions,
+            dynamic_shared_bytes, options.workers, options.max_instructions,
         )  # fmt: skip
 
 
@@ -155,13 +160,15 @@ def emulate(
     shared_bytes: int = 0,
     entry: str | None = None,
     names: Sequence[str] = (),
+    ptx: str | None = None,
     **options: Any,
 ) -> Report:
     """Run a kernel on CPU tensors. Emulated and race-checked; nothing is executed on a GPU.
 
     Args:
         target: PTX text, a :class:`Kernel`, or a function that ``cute.compile`` made with ``--enable-tvm-ffi`` in a
-            process that :func:`ptx_emulator.cute_host.prepare` prepared; its host code then computes the launch.
+            process that :func:`ptx_emulator.cute_host.prepare` prepared, or that ``cute.runtime.load_module`` loaded
+            in one after ``export_to_c``; its host code then computes the launch.
         arguments: for PTX, one for each parameter: a CPU tensor (its address), an int, a float, or bytes (structs and
             tensor maps). For a compiled function, what the function takes. Tensors are written in place.
         schedule: ``eager``, ``lazy`` or ``random``.
@@ -173,6 +180,7 @@ def emulate(
         shared_bytes: dynamic shared memory, for PTX.
         entry: which kernel of the PTX; may be left out if there is one.
         names: names of the tensor arguments in reports; ``argument 0`` and so on by default.
+        ptx: the PTX of a loaded function, which holds machine code only: ``__ptx__`` of the one that was exported.
         options: the other fields of :class:`Options`.
 
     Returns:
@@ -191,7 +199,7 @@ def emulate(
         else:
             from ptx_emulator.cute_host import CompiledFunction
 
-            function = target if isinstance(target, CompiledFunction) else CompiledFunction(target)
+            function = target if isinstance(target, CompiledFunction) else CompiledFunction(target, ptx)
             function.run(arguments, chosen, report, names)
     except EmulationError:
         pass

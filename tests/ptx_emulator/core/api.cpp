@@ -29,6 +29,7 @@ Emulator* emulator_new(const Instr* instructions, u64 count, const s32* operands
   for (u64 i = 0; i < special_count; i++) e->program.specials.push_back({specials[2 * i], specials[2 * i + 1]});
   e->program.register_bytes = register_bytes;
   e->program.predicates = predicates;
+  for (const Instr& i : e->program.instructions) e->program.wgmma = e->program.wgmma || i.kind == KIND_WGMMA;
   return e;
 }
 void emulator_free(Emulator* e) { delete e; }
@@ -39,24 +40,8 @@ void emulator_add_region(Emulator* e, u64 base, u64 bytes, u32 granule) {
 // Returns 0, or 1 after a fault, which is then the last finding.
 s32 emulator_run(Emulator* e, const LaunchConfig* config, LaunchStats* stats) {
   e->findings.clear();
-  Launch launch(e->program, *config, e->regions, e->findings);
-  s32 result = 0;
-  try {
-    launch.run();
-  } catch (const Fault& fault) {
-    Cta* cta = launch.current;
-    s32 warp = cta ? cta->current_warp : -1;
-    s32 pc = warp >= 0 ? cta->warps[(size_t)warp].pc : -1;
-    Finding finding{fault.kind, fault.what(), pc, warp >= 0 ? agent_code(AGENT_WARP, (u32)warp) : -1, -1, -1,
-                    cta ? (s32)cta->index : -1, -1, fault.space, fault.address, 1, true};
-    finding.count = 1;
-    e->findings.all.push_back(finding);
-    result = 1;
-  }
-  *stats = launch.stats;
-  e->profile = launch.profile;
-  for (Region& region : e->regions) region.shadow = Shadow(region.shadow.granule());
-  return result;
+  bool good = run_workers(e->program, *config, e->regions, e->findings, *stats, e->profile);
+  return !good;
 }
 u64 emulator_finding_count(const Emulator* e) { return e->findings.all.size(); }
 void emulator_finding(const Emulator* e, u64 index, FindingRecord* out) {

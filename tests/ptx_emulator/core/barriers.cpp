@@ -1,4 +1,5 @@
 // mbarriers, named barriers, proxy fences and the register pool of setmaxnreg.
+#include <algorithm>
 #include "machine.h"
 
 // Every use of an mbarrier must come after its initialisation: by a thread, ordinary happens-before; by the
@@ -135,11 +136,21 @@ void Cta::release_named(NamedBarrier& barrier) {
   progress++;
 }
 
+// A warp has ended: barriers of the whole CTA wait for one less, as the CUDA programming guide says of __syncthreads.
+void Cta::leave_barriers() {
+  for (NamedBarrier& barrier : named_) {
+    if (!barrier.arrived || !barrier.whole) continue;
+    barrier.needed -= 32;
+    if (barrier.arrived == barrier.needed) release_named(barrier);
+  }
+}
+
 // Returns whether the warp goes on at once.
 bool Cta::run_named(Warp& w, const Instr& i, const s32* o, u32 m) {
   enum { SYNC, ARRIVE, RED };
   u32 id = uniform(w, o[0], m, "barrier number");
-  u32 count = o[1] >= 0 ? uniform(w, o[1], m, "barrier thread count") : (threads + 31) / 32 * 32;
+  const u32 ended = (u32)std::count_if(warps.begin(), warps.end(), [](const Warp& x) { return x.state == WarpState::DONE; });
+  u32 count = o[1] >= 0 ? uniform(w, o[1], m, "barrier thread count") : (warps_count - ended) * 32;
   if (id > 16 || !count || count % 32 || count > (threads + 31) / 32 * 32)
     FAULT("barrier-misuse", "barrier %u for %u threads", id, count);
   if (i.a == ARRIVE && o[1] < 0) FAULT("barrier-misuse", "bar.arrive without a thread count");
@@ -149,6 +160,7 @@ bool Cta::run_named(Warp& w, const Instr& i, const s32* o, u32 m) {
   for (u32 waiting : barrier.waiting)
     if (waiting == w.id) FAULT("barrier-misuse", "warp %u arrives twice at barrier %u", w.id, id);
   barrier.needed = count;
+  barrier.whole = o[1] < 0;
   barrier.arrived += 32;
   barrier.pc = w.pc;
   progress++;
@@ -223,6 +235,14 @@ void Cta::check_leftovers() {
     if (barrier.tx)
       report("leftover-transactions", barrier.init_pc, none, none, none, SPACE_SHARED, address,
              printed("tx-count %lld when the CTA ended", (long long)barrier.tx));
+  for (const Warpgroup& group : warpgroups_)
+    if (!group.issuing.empty())
+      report("divergence", group.issuing[0].pc, agent_code(AGENT_WARP, group.issuing[0].warp), none, none, SPACE_NONE, 0,
+             printed("wgmma by the warps %x of its warpgroup only", group.arrived[0]));
+  for (const Warp& w : warps)
+    if (w.wgmma_done != w.wgmma_issued && checks(CHECK_RACES))
+      report("wgmma-not-waited", w.pc, agent_code(AGENT_WARP, w.id), none, none, SPACE_NONE, 0,
+             printed("%u wgmma in flight when the warp ended", w.wgmma_issued - w.wgmma_done));
   for (const Warp& w : warps)
     if (!w.pending_bulk.empty())
       report("leftover-transactions", w.pending_bulk[0].pc, agent_code(AGENT_WARP, w.id), none, none, SPACE_NONE, 0,

@@ -21,6 +21,12 @@ class Clock {
     for (size_t i = 0; i < other.values_.size(); i++)
       if (other.values_[i] > values_[i]) values_[i] = other.values_[i];
   }
+  // What both know.
+  void meet(const Clock& other) {
+    if (values_.size() > other.values_.size()) values_.resize(other.values_.size());
+    for (size_t i = 0; i < values_.size(); i++)
+      if (other.values_[i] < values_[i]) values_[i] = other.values_[i];
+  }
   void clear() { values_.clear(); }
   bool covers(u32 agent, u32 value) const { return value <= get(agent); }
 
@@ -31,6 +37,7 @@ class Clock {
 struct View {
   Clock seen, async_seen;
   void join(const View& other) { seen.join(other.seen); async_seen.join(other.async_seen); }
+  void meet(const View& other) { seen.meet(other.seen); async_seen.meet(other.async_seen); }
   void set_both(u32 agent, u32 value) { seen.set(agent, value); async_seen.set(agent, value); }
   void clear() { seen.clear(); async_seen.clear(); }
 };
@@ -85,6 +92,19 @@ class Shadow {
       }
     }
   }
+  // Conflicts with what another worker, hence another CTA, did to the same memory in the same launch.
+  template <class Found> void compare(const Shadow& other, u64 bytes, Found found) const {
+    for (u64 granule = 0; granule <= (bytes - 1) / granule_; granule++) {
+      const Cell &a = cells_.get()[granule], &b = other.cells_.get()[granule];
+      if (a.write_agent && b.write_agent && !(a.write_atomic && b.write_atomic))
+        found(Conflict::WRITE_AFTER_WRITE, granule, written(a), written(b));
+      else if (a.write_agent && b.read_agent)
+        found(Conflict::READ_AFTER_WRITE, granule, other.read(b), written(a));
+      else if (a.read_agent && b.write_agent)
+        found(Conflict::WRITE_AFTER_READ, granule, written(b), read(a));
+    }
+  }
+  struct Seen { u32 agent; s32 pc; u32 cta; };
   // A pending write of `agent` has completed at `clock`.
   void settle(u64 address, u32 bytes, u32 agent, u32 clock) {
     for (u64 granule = address / granule_; granule <= (address + bytes - 1) / granule_; granule++) {
@@ -101,6 +121,12 @@ class Shadow {
   std::vector<std::vector<Access>> readers_;
   std::vector<u32> free_;
 
+  static Seen written(const Cell& cell) { return {cell.write_agent - 1, cell.write_pc, cell.write_cta}; }
+  Seen read(const Cell& cell) const {
+    if (cell.read_agent != MANY) return {cell.read_agent - 1, cell.read_pc, cell.read_cta};
+    const Access& first = readers_[cell.read_clock][0];
+    return {first.agent, first.pc, cell.read_cta};
+  }
   static void check_write(const Cell& cell, u64 granule, bool write, const Actor& actor, const Report& report) {
     if (!cell.write_agent) return;
     u32 writer = cell.write_agent - 1;

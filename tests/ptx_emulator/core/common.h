@@ -33,7 +33,7 @@ enum Check : u32 { CHECK_INIT = 1, CHECK_RACES = 2, CHECK_GLOBAL = 4 };
 struct LaunchConfig {
   u32 grid[3], block[3];
   u32 shared_bytes, local_bytes, schedule, seed, quantum, checks, resident_ctas, registers_per_thread, dynamic_bytes;
-  u32 first_cta, cta_step;
+  u32 workers;
   u64 max_instructions;
 };
 struct LaunchStats { u64 instructions, mma, async_ops, async_bytes, ctas; };
@@ -81,12 +81,8 @@ class Findings {
   void add(Finding finding) {
     auto key = std::make_tuple(finding.kind, finding.pc, finding.other_pc);
     auto [place, fresh] = index_.try_emplace(key, all.size());
-    if (fresh) {
-      finding.count = 1;
-      all.push_back(std::move(finding));
-    } else {
-      all[place->second].count++;
-    }
+    if (fresh) all.push_back(std::move(finding));
+    else all[place->second].count += finding.count;
   }
   void clear() { all.clear(); index_.clear(); }
 

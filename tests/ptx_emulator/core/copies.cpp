@@ -34,11 +34,13 @@ void Cta::execute(AsyncOp& op) {
       break;
     }
     case Work::COPY: run_copy(op); break;
+    case Work::WGMMA: run_wgmma(op); break;
     case Work::COPY_ARRIVE: arrive(op.barrier, 1, op.view, op.pc, agent_code(AGENT_WARP, op.warp)); break;
   }
 }
 
-// What the tensor pipe of one warp does stays in order, and so do cp.async and the arrival after it.
+// What the tensor pipe of one warp does stays in order, and so do the wgmma of one warpgroup, and cp.async and the
+// arrival after it.
 bool Cta::eligible(size_t position) const {
   auto in_pipe = [](const AsyncOp& op) {
     return op.work == Work::MMA || op.work == Work::COMMIT || op.work == Work::TMEM_COPY;
@@ -47,6 +49,9 @@ bool Cta::eligible(size_t position) const {
   if (in_pipe(op)) {
     for (size_t i = 0; i < position; i++)
       if (in_pipe(queue[i]) && queue[i].warp == op.warp) return false;
+  } else if (op.work == Work::WGMMA) {
+    for (size_t i = 0; i < position; i++)
+      if (queue[i].work == Work::WGMMA && queue[i].warp == op.warp) return false;
   } else if (op.work == Work::COPY_ARRIVE) {
     for (size_t i = 0; i < position; i++)
       if (queue[i].work == Work::COPY && queue[i].warp == op.warp && queue[i].lane == op.lane) return false;
@@ -155,6 +160,7 @@ void Cta::issue_bulk(Warp& w, const Instr& i, const s32* o, u32 m) {
       op.rank = (u32)i.a;
       for (u32 d = 0; d < op.rank; d++) op.coordinates[d] = (s32)reg(w, o[at + (s32)d])[lane];
       if (!load) op.reduction = (u32)i.b;
+      op.gather = i.c;
     } else {
       op.bytes = reg(w, o[at])[lane];
       if (!load) op.reduction = (u32)i.a, op.type = (u32)i.b;
@@ -239,10 +245,11 @@ static u32 reduction_type(u32 format) {
 void Cta::run_tensor_copy(AsyncOp& op) {
   global_pointer(op.global, 128, "tensor map");
   if (op.global % 64) fault_at("misaligned", SPACE_GLOBAL, op.global, "tensor map not at a multiple of 64 B");
-  const TensorMap map = decode_tensor_map((const u64*)op.global, op.rank);
+  const TensorMap map = decode_tensor_map((const u64*)op.global, op.gather ? 2 : op.rank);
+  if (op.gather && map.box[1] != 1) FAULT("tensor-map", "box of %u rows for a gather of four", map.box[1]);
   const bool load = op.work == Work::TENSOR_LOAD;
   const u32 row_bytes = map.box[0] * map.element_bytes;
-  const u32 total = row_bytes * map.box[1] * map.box[2] * map.box[3] * map.box[4];
+  const u32 total = op.gather ? 4 * row_bytes : row_bytes * map.box[1] * map.box[2] * map.box[3] * map.box[4];
   const u32 span = map.swizzle ? 16u << map.swizzle : ~0u;
   if (op.shared % 128) fault_at("misaligned", SPACE_SHARED, op.shared, "tensor copy not at a multiple of 128 B");
   if (row_bytes > span || row_bytes % 16)
@@ -259,8 +266,8 @@ void Cta::run_tensor_copy(AsyncOp& op) {
   for (u32 row = 0; row < rows; row++, place += row_bytes) {
     bool inside = true;
     u64 base = map.base;
-    for (u32 d = 1; d < op.rank; d++) {
-      s64 coordinate = (s64)op.coordinates[d] + at[d];
+    for (u32 d = 1; d < map.rank; d++) {
+      s64 coordinate = op.gather ? op.coordinates[1 + row] : (s64)op.coordinates[d] + at[d];
       inside = inside && coordinate >= 0 && coordinate < (s64)map.dim[d];
       base += (u64)(coordinate * (s64)map.stride[d]);
     }
@@ -305,6 +312,7 @@ void Cta::run_tensor_copy(AsyncOp& op) {
 }
 
 void Cta::reduce_global(u8* target, const u8* source, u32 bytes, u32 type, u32 op) {
+  auto exclusive = launch.exclusive();
   static const u32 sizes[] = {4, 4, 4, 8, 8, 4, 8, 4, 4, 8, 2, 2};
   for (u32 at = 0; at < bytes; at += sizes[type]) {
     u64 old = 0, value = 0;

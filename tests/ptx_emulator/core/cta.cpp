@@ -60,6 +60,7 @@ void Cta::start(u32 linear_index) {
   tmem_dirty_ = relinquished_ = false;
   barriers_.clear();
   named_.fill(NamedBarrier());
+  warpgroups_.assign((warps_count + 3) / 4, Warpgroup());
   queue.clear();
   progress = 1, stalls_ = 0, stalled_at_ = 0, next_warp_ = 0, current_warp = -1, free_registers_ = 0;
   rng = 0x9E3779B97F4A7C15ull ^ ((u64)c.seed * 0x12345679ull + 1) ^ ((u64)index * 0xD1B54A32D192ED03ull);
@@ -83,6 +84,7 @@ void Cta::start(u32 linear_index) {
     w.local.assign((size_t)32 * c.local_bytes, 0xCD);
     w.register_init.assign(program.register_bytes / 128 + 1, 0);
     w.predicate_init.assign(program.predicates + 1, 0);
+    if (program.wgmma && checks(CHECK_RACES)) w.wgmma_registers.resize(program.register_bytes / 128 + 1);
     for (const auto& constant : program.constants) {
       w.register_init[(size_t)constant.slot >> 7] = ~0u;
       for (u32 lane = 0; lane < 32; lane++) {
@@ -180,11 +182,11 @@ std::string Cta::describe_waits() {
 
 void Launch::run() {
   const u32 total = config.grid[0] * config.grid[1] * config.grid[2];
-  const u32 step = std::max(1u, config.cta_step);
-  u32 next = config.first_cta;
+  u32 next = first_cta;
   std::vector<Cta*> active;
   u64 turn = 0, rng = 0x2545F4914F6CDD1Dull + config.seed;
   while (next < total || !active.empty()) {
+    if (together && together->stopped) return;
     while (next < total && active.size() < std::max(1u, config.resident_ctas)) {
       Cta* fresh = nullptr;
       for (auto& cta : resident)
@@ -195,7 +197,7 @@ void Launch::run() {
       }
       current = fresh;
       fresh->start(next);
-      next += step;
+      next += cta_step;
       active.push_back(fresh);
     }
     if (config.schedule == RANDOM) rng ^= rng << 13, rng ^= rng >> 7, rng ^= rng << 17;

@@ -1,8 +1,10 @@
 // The state of one launch: global memory, the CTAs that are resident, their warps, barriers and asynchronous work.
 #pragma once
 #include <array>
+#include <atomic>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include "clocks.h"
 #include "numeric.h"
@@ -18,6 +20,7 @@ struct Program {
   std::vector<Constant> constants;
   std::vector<std::array<s32, 2>> specials;
   u32 register_bytes = 0, predicates = 0;
+  bool wgmma = false;  // any in the program: registers in flight are watched
 };
 
 enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
@@ -26,7 +29,8 @@ enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
 struct Group { s32 pc; u32 mask; bool parked; u64 yielded_at; };
 
 // One tcgen05.ld whose registers are not known to be complete.
-struct TmemLoad { u32 id, quarter, column, columns; };
+struct TmemLoad { u32 id, quarter; std::vector<u32> columns; };
+struct TmemStore { u32 quarter; std::vector<u32> columns; };
 
 struct Warp {
   u32 id = 0;
@@ -53,11 +57,15 @@ struct Warp {
   std::vector<PendingBulk> pending_bulk;
   std::vector<TmemLoad> loads;                  // not waited for
   std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
-  std::vector<std::array<u32, 3>> stores;       // quarter, column, columns: tcgen05.st not waited for
+  std::vector<TmemStore> stores;                // not waited for
   u32 next_load = 0;
-  u32 wgmma_group = 0;
-  struct PendingWgmma { u32 agent, clock, group; std::vector<s32> registers; };
-  std::vector<PendingWgmma> pending_wgmma;
+  // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
+  u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
+  std::vector<u32> wgmma_groups;
+  // Of one register: the latest wgmma (counted from 1) that accumulates in it, with its N, and that reads A from it;
+  // wgmma_fences plus one when anything else last touched it.
+  struct WgmmaRegister { u32 accumulating = 0, n = 0, feeding = 0, touched = 0; };
+  std::vector<WgmmaRegister> wgmma_registers;
   std::vector<u8> local;
 };
 
@@ -73,6 +81,7 @@ struct Mbarrier {
 
 struct NamedBarrier {
   u32 arrived = 0, needed = 0, reduced = 0;
+  bool whole = false;  // for all threads of the CTA: those that have ended are not waited for
   s32 pc = -1;
   std::vector<u32> waiting;
   View view;
@@ -80,7 +89,7 @@ struct NamedBarrier {
   std::vector<Target> targets;
 };
 
-enum class Work { TENSOR_LOAD, TENSOR_STORE, BULK_LOAD, BULK_STORE, MMA, COMMIT, TMEM_COPY, COPY, COPY_ARRIVE };
+enum class Work { TENSOR_LOAD, TENSOR_STORE, BULK_LOAD, BULK_STORE, MMA, COMMIT, TMEM_COPY, COPY, COPY_ARRIVE, WGMMA };
 struct AsyncOp {
   Work work = Work::COPY;
   explicit AsyncOp(Work kind) : work(kind) {}
@@ -92,8 +101,16 @@ struct AsyncOp {
   u32 d = 0, a_tmem = 0, descriptor = 0, shape = 0;  // `descriptor` is the instruction descriptor of an MMA
   u64 a = 0, b = 0;
   bool accumulate = false, from_tmem = false, tf32 = false;
+  bool gather = false;  // tile::gather4 and tile::scatter4: coordinates are a column and four rows
   View view;  // of the issuing warp, at issue
   u32 agent = 0, clock = 0;
+};
+
+// The wgmma operations of four warps that not all of them have issued yet, and the number of those that are done.
+struct Warpgroup {
+  std::deque<AsyncOp> issuing;
+  std::deque<u32> arrived;  // warps, as a mask
+  u32 complete = 0, executed = 0;
 };
 
 struct TensorMap {
@@ -142,6 +159,7 @@ class Cta {
   bool tmem_dirty_ = true, relinquished_ = false;
   std::unordered_map<u32, Mbarrier> barriers_;
   std::array<NamedBarrier, 17> named_;
+  std::vector<Warpgroup> warpgroups_;
   std::vector<u8> register_file_;
   std::vector<u32> predicate_file_;
   u32 free_registers_ = 0;
@@ -155,7 +173,7 @@ class Cta {
   std::vector<View> pipes_;  // per agent; used by tensor pipes
   s32 name_agent(u32 agent) const { return agent_code(agents_[agent].type, agents_[agent].warp); }
   std::pair<u32, u32> begin_async(u32 type, u32 warp, const View& view);
-  u32 tensor_pipe(u32 warp);
+  u32 pipe(u32 type, u32 warp);
 
   u32 random() { rng ^= rng << 13; rng ^= rng >> 7; rng ^= rng << 17; return (u32)(rng >> 11); }
   bool checks(u32 which) const;
@@ -177,7 +195,7 @@ class Cta {
   void load(Warp& w, const Instr& i, const s32* o, u32 m);
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
-  u8* atomic_place(Warp& w, u64 address, u32 bytes, u32 space);
+  u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
   bool is_shared_window(u64 address) const;
 
   // barriers.cpp
@@ -189,6 +207,7 @@ class Cta {
   bool wait_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m);
   bool run_named(Warp& w, const Instr& i, const s32* o, u32 m);
   void release_named(NamedBarrier& barrier);
+  void leave_barriers();
   bool set_registers(Warp& w, const Instr& i);
   void fence(Warp& w, const Instr& i);
   void check_leftovers();
@@ -232,8 +251,12 @@ class Cta {
   void store_matrix(Warp& w, const Instr& i, const s32* o, u32 m);
   void move_matrix(Warp& w, const s32* o, u32 m);
   void multiply_warp(Warp& w, const Instr& i, const s32* o, u32 m);
-  void run_wgmma(Warp& w, const Instr& i, const s32* o, u32 m);
-  void wait_wgmma(Warp& w, const Instr& i);
+  void issue_wgmma(Warp& w, const Instr& i, const s32* o);
+  void check_wgmma_operands(Warp& w, const Instr& i, const s32* o, bool accumulate);
+  void run_wgmma(AsyncOp& op);
+  void read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format);
+  bool wait_wgmma(Warp& w, const Instr& i);
+  void check_wgmma_registers(Warp& w, const Instr& i, const s32* o);
 
   // warp.cpp
   enum class Outcome { CONTINUE, STOP };
@@ -250,8 +273,16 @@ class Cta {
   u32* reg(Warp& w, s32 slot) { return (u32*)(w.registers + (slot & ~1)); }
   u64* reg64(Warp& w, s32 slot) { return (u64*)(w.registers + (slot & ~1)); }
   u32 uniform(Warp& w, s32 slot, u32 m, const char* what);
+  u64 uniform64(Warp& w, s32 slot, const char* what);
 };
 
+// What the workers of a launch share besides global memory. Reductions and atomics take the lock.
+struct Together {
+  std::mutex lock;
+  std::atomic<bool> stopped{false};
+};
+
+// The CTAs first, first + step, ... of a launch, run by one worker.
 struct Launch {
   const Program& program;
   LaunchConfig config;
@@ -263,10 +294,21 @@ struct Launch {
   std::vector<std::unique_ptr<Cta>> resident;
   Cta* current = nullptr;
 
-  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f)
-      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0) {}
+  u32 first_cta, cta_step;
+  Together* together;  // null if there is one worker
+
+  Launch(const Program& p, const LaunchConfig& c, std::vector<Region>& r, Findings& f, u32 first, u32 step, Together* t)
+      : program(p), config(c), regions(r), findings(f), profile(p.instructions.size(), 0), first_cta(first),
+        cta_step(step), together(t) {}
   void run();
+  std::unique_lock<std::mutex> exclusive() {
+    return together ? std::unique_lock<std::mutex>(together->lock) : std::unique_lock<std::mutex>();
+  }
 };
+
+// workers.cpp: runs a launch by config.workers threads; returns whether it ended without a fault.
+bool run_workers(const Program& program, const LaunchConfig& config, std::vector<Region>& regions, Findings& findings,
+                 LaunchStats& stats, std::vector<u64>& profile);
 
 inline bool Cta::checks(u32 which) const { return launch.config.checks & which; }
 inline u32 first_lane(u32 mask) { return (u32)__builtin_ctz(mask); }

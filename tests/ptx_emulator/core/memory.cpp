@@ -207,11 +207,11 @@ u64 combine_any(u32 type, u32 op, u64 old, u64 value, u64 other) {
 
 u64 reduce_value(u32 type, u32 op, u64 old, u64 value) { return combine_any(type, op, old, value, 0); }
 
-u8* Cta::atomic_place(Warp& w, u64 address, u32 bytes, u32 space) {
+u8* Cta::atomic_place(Warp& w, u64 address, u32 bytes, bool shared) {
   Actor who = actor(w);
   who.atomic = true;
-  check_aligned(address, bytes, space == SHARED ? SPACE_SHARED : SPACE_GLOBAL, "atomic");
-  if (space == SHARED || (space == GENERIC && is_shared_window(address))) {
+  check_aligned(address, bytes, shared ? SPACE_SHARED : SPACE_GLOBAL, "atomic");
+  if (shared) {
     check_shared((u32)address, bytes, "atomic");
     check_shared_init((u32)address, bytes, "atomic", w.pc, agent_code(AGENT_WARP, w.id));
     shadow_shared((u32)address, bytes, true, who);
@@ -226,15 +226,21 @@ void Cta::atomic(Warp& w, const Instr& i, const s32* o, u32 m) {
   const u32 op = (u32)i.b & 255, type = (u32)i.c & 255, count = (u32)i.c >> 8;
   const bool wide = type == U64 || type == S64 || type == B64 || type == F64;
   const u32 size = wide ? 8 : type == BF16 || type == F16 ? 2 : 4;
+  auto exclusive = launch.exclusive();
   EACH_LANE(m) {
     u64 address = lane_address(w, o[0], lane, i.imm);
-    u8* place = atomic_place(w, address, size * count, (u32)i.a);
+    const bool shared = i.a == SHARED || (i.a == GENERIC && is_shared_window(address));
+    // As an sm_90 card does: additions in global memory flush subnormal numbers, in shared memory and bulk ones do not.
+    const bool flushes = type == F32 && op == ADD && !shared;
+    u8* place = atomic_place(w, address, size * count, shared);
     for (u32 v = 0; v < count; v++) {
       auto value_of = [&](s32 slot) { return wide ? reg64(w, slot)[lane] : (u64)reg(w, slot)[lane]; };
       u64 old = 0;
       memcpy(&old, place + v * size, size);
       u64 other = op == COMPARE_SWAP ? value_of(o[1 + 2 * count]) : 0;
-      u64 result = combine_any(type, op, old, value_of(o[1 + count + v]), other);
+      const u64 value = value_of(o[1 + count + v]);
+      u64 result = flushes ? bit_cast<u32>(flush(flush(low(old)) + flush(low(value))))
+                           : combine_any(type, op, old, value, other);
       memcpy(place + v * size, &result, size);
       if (o[1 + v] >= 0) {
         if (wide) reg64(w, o[1 + v])[lane] = old;

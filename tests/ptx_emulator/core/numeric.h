@@ -127,6 +127,18 @@ inline u32 insert_bits(u32 a, u32 b, u32 position, u32 length) {
   }
   return result;
 }
+inline u64 extract_wide_bits(u64 a, u32 position, u32 length) {
+  position &= 255, length &= 255;
+  if (position > 63 || !length) return 0;
+  u64 shifted = a >> position;
+  return length > 63 ? shifted : shifted & ((1ull << length) - 1);
+}
+inline u64 insert_wide_bits(u64 a, u64 b, u32 position, u32 length) {
+  position &= 255, length &= 255;
+  if (position > 63 || !length) return b;
+  u64 mask = (length > 63 ? ~0ull : (1ull << length) - 1) << position;
+  return (b & ~mask) | (a << position & mask);
+}
 inline u32 reverse_bits(u32 a) {
   u32 result = 0;
   for (int i = 0; i < 32; i++) result |= (a >> i & 1) << (31 - i);

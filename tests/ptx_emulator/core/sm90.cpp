@@ -94,51 +94,164 @@ void Cta::multiply_warp(Warp& w, const Instr& i, const s32* o, u32 m) {
       reg(w, o[r])[t] = bit_cast<u32>(d[t / 4 + (r >> 1) * 8][2 * (t % 4) + (r & 1)]);
 }
 
-// Each warp computes its own 16 of the 64 rows when it issues; the result counts as unfinished until the wait.
-void Cta::run_wgmma(Warp& w, const Instr& i, const s32* o, u32 m) {
-  (void)m;
-  const u32 n = (u32)i.b, registers = n / 2, format = i.a == TYPE_TF32 ? 2 : i.a == TYPE_BF16 ? 1 : 0;
-  const bool from_registers = i.c & 1, a_transposed = i.c & 2, b_transposed = i.c & 4;
-  const u32 k_count = format == 2 ? 8 : 16;
+// wgmma is one operation of four warps. It runs at some time after the last of them has issued it, reads its registers
+// then, and is complete for a warp at its wgmma.wait_group. The reads of shared memory are those of one agent for the
+// warpgroup: an arrival by one of its threads after the wait tells the producer that the stage is free, as CUTLASS does.
+void Cta::issue_wgmma(Warp& w, const Instr& i, const s32* o) {
+  const u32 registers = (u32)i.b / 2, group = w.id / 4, place = w.wgmma_issued - warpgroups_[group].complete;
   const s32 *b_operand = o + registers, *enable = b_operand + 1, *a_operand = b_operand + 2;
-  if (w.id / 4 * 4 + 3 >= warps_count) FAULT("not-modelled", "wgmma by an incomplete warpgroup");
-  AsyncOp op{Work::MMA};
-  op.pc = w.pc, op.warp = w.id;
-  std::tie(op.agent, op.clock) = begin_async(AGENT_WGMMA, w.id, w.view);
-  if (!checks(CHECK_RACES)) op.agent = tensor_pipe(w.id);  // a place for the view; it is not used
-  pipes_[op.agent] = w.view;
-  f32 a[64 * 16], b[256 * 16];
-  if (from_registers) {
-    for (u32 t = 0; t < 32; t++)
-      for (u32 r = 0; r < 4; r++) {
-        u32 word = reg(w, a_operand[r])[t], row = w.id % 4 * 16 + t / 4 + (r & 1) * 8;
-        if (format == 2) a[row * k_count + t % 4 + (r >> 1) * 4] = tf32_of(word);
-        else
-          for (u32 e = 0; e < 2; e++) a[row * k_count + 2 * (t % 4) + e + (r >> 1) * 8] = half_of(word, e, i.a);
-      }
+  if (group * 4 + 3 >= warps_count) FAULT("not-modelled", "wgmma by an incomplete warpgroup");
+  AsyncOp op{Work::WGMMA};
+  op.pc = w.pc, op.warp = group * 4;
+  op.accumulate = *enable == ALWAYS_TRUE || (*enable >= 0 && (w.predicates[*enable] & 1));
+  op.b = uniform64(w, *b_operand, "wgmma descriptor");
+  op.a = i.c & 1 ? 0 : uniform64(w, *a_operand, "wgmma descriptor");
+  check_wgmma_operands(w, i, o, op.accumulate);
+  w.wgmma_issued++;
+  Warpgroup& warpgroup = warpgroups_[group];
+  if (place == warpgroup.issuing.size()) {
+    if (checks(CHECK_RACES)) op.view = w.view;
+    warpgroup.issuing.push_back(std::move(op));
+    warpgroup.arrived.push_back(1u << w.id % 4);
   } else {
-    read_operand(a, reg64(w, a_operand[0])[0], 64, a_transposed, format, op);
+    AsyncOp& first = warpgroup.issuing[place];
+    if (first.pc != op.pc || first.a != op.a || first.b != op.b || first.accumulate != op.accumulate)
+      FAULT("divergence", "wgmma that differs from the one of other warps of its warpgroup, {pc %d}", first.pc);
+    if (checks(CHECK_RACES)) first.view.meet(w.view);
+    warpgroup.arrived[place] |= 1u << w.id % 4;
   }
-  read_operand(b, reg64(w, b_operand[0])[0], n, b_transposed, format, op);
-  bool accumulate = *enable == ALWAYS_TRUE || (*enable >= 0 && (w.predicates[*enable] & 1));
-  for (u32 t = 0; t < 32; t++)
+  while (!warpgroup.arrived.empty() && warpgroup.arrived[0] == 15) {
+    AsyncOp ready = std::move(warpgroup.issuing[0]);
+    warpgroup.issuing.pop_front();
+    warpgroup.arrived.pop_front();
+    warpgroup.complete++;
+    issue(std::move(ready));
+  }
+  progress++;
+  tick(w);
+}
+
+// The registers of a wgmma when a warp issues it: initialised, fenced, and not in flight other than as accumulators of
+// the same shape.
+void Cta::check_wgmma_operands(Warp& w, const Instr& i, const s32* o, bool accumulate) {
+  const u32 n = (u32)i.b, registers = n / 2;
+  const s32 agent = agent_code(AGENT_WARP, w.id);
+  if (checks(CHECK_INIT))
     for (u32 r = 0; r < registers; r++) {
-      u32 row = w.id % 4 * 16 + t / 4 + (r >> 1 & 1) * 8, column = r / 4 * 8 + 2 * (t % 4) + (r & 1);
-      f32 sum = accumulate ? bit_cast<f32>(reg(w, o[r])[t]) : 0.f;
-      for (u32 k = 0; k < k_count; k++) sum += a[row * k_count + k] * b[column * k_count + k];
-      reg(w, o[r])[t] = bit_cast<u32>(sum);
+      u32& init = w.register_init[(u32)o[r] >> 7];
+      if (accumulate && ~init)
+        report("uninitialised-register", w.pc, agent, -1, -1, SPACE_NONE, 0, "accumulator that nothing has written");
+      init = ~0u;
     }
+  if (!checks(CHECK_RACES)) return;
+  const char* fence = nullptr;
+  const char* wait = nullptr;
+  if (!w.wgmma_fences) fence = "no wgmma.fence before the first wgmma";
+  auto watch = [&](s32 slot) -> Warp::WgmmaRegister& {
+    auto& state = w.wgmma_registers[(u32)slot >> 7];
+    if (state.touched == w.wgmma_fences + 1) fence = "register accessed since the last wgmma.fence";
+    return state;
+  };
+  const u32 number = w.wgmma_issued + 1;
+  if (i.c & 1)
+    for (u32 r = 0; r < 4; r++) {
+      auto& state = watch(o[registers + 2 + r]);
+      if (state.accumulating > w.wgmma_done) wait = "A is the accumulator of a wgmma that was not waited for";
+      state.feeding = number;
+    }
+  for (u32 r = 0; r < registers; r++) {
+    auto& state = watch(o[r]);
+    if (state.feeding > w.wgmma_done) wait = "accumulator is A of a wgmma that was not waited for";
+    if (state.accumulating > w.wgmma_done && state.n != n) fence = "accumulator of a wgmma of another shape in flight";
+    state.accumulating = number, state.n = n;
+  }
+  if (fence) report("missing-wgmma-fence", w.pc, agent, -1, -1, SPACE_NONE, 0, fence);
+  if (wait) report("wgmma-not-waited", w.pc, agent, -1, -1, SPACE_NONE, 0, wait);
+}
+
+// Any other instruction: registers that a wgmma in flight writes are not to be touched, those it reads not written.
+void Cta::check_wgmma_registers(Warp& w, const Instr& i, const s32* o) {
+  if (i.kind == KIND_WGMMA) return;
+  const u8* roles = &launch.program.roles[(size_t)i.at];
+  for (s32 k = 0; k < i.count; k++) {
+    if (roles[k] != ROLE_USE && roles[k] != ROLE_DEFINE) continue;
+    auto& state = w.wgmma_registers[(u32)o[k] >> 7];
+    state.touched = w.wgmma_fences + 1;
+    if (state.accumulating > w.wgmma_done || (roles[k] == ROLE_DEFINE && state.feeding > w.wgmma_done)) {
+      report("wgmma-not-waited", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_NONE, 0,
+             "register of a wgmma that no wgmma.wait_group waited for");
+      return;
+    }
+  }
+}
+
+// A from registers: thread t holds rows t/4 and t/4 + 8 of its warp's 16.
+void Cta::read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format) {
+  const u32 k_count = format == 2 ? 8 : 16;
+  for (u32 t = 0; t < 128; t++)
+    for (u32 r = 0; r < 4; r++) {
+      const u32 word = reg(warps[group + t / 32], operands[r])[t % 32];
+      f32* row = out + (t / 32 * 16 + t % 32 / 4 + (r & 1) * 8) * k_count;
+      if (format == 2) row[t % 4 + (r >> 1) * 4] = tf32_of(word);
+      else
+        for (u32 e = 0; e < 2; e++) row[2 * (t % 4) + e + (r >> 1) * 8] = half_of(word, e, format ? TYPE_BF16 : TYPE_F16);
+    }
+}
+
+void Cta::run_wgmma(AsyncOp& op) {
+  const Instr& i = launch.program.instructions[(size_t)op.pc];
+  const s32* o = &launch.program.operands[(size_t)i.at];
+  const u32 n = (u32)i.b, registers = n / 2, format = i.a == TYPE_TF32 ? 2 : i.a == TYPE_BF16 ? 1 : 0;
+  const u32 k_count = format == 2 ? 8 : 16;
+  const f32 sign = (i.c & 8 ? -1.f : 1.f) * (i.c & 16 ? -1.f : 1.f);
+  op.agent = pipe(AGENT_WGMMA, op.warp), op.clock = warpgroups_[op.warp / 4].executed + 1;
+  pipes_[op.agent] = op.view;
+  f32 a[64 * 16], b[256 * 16], transposed[16 * 256], sums[256];
+  if (i.c & 1) read_wgmma_fragment(a, op.warp, o + registers + 2, format);
+  else read_operand(a, op.a, 64, i.c & 2, format, op);
+  read_operand(b, op.b, n, i.c & 4, format, op);
+  for (u32 c = 0; c < n; c++)
+    for (u32 k = 0; k < k_count; k++) transposed[k * n + c] = b[c * k_count + k];
+  for (u32 row = 0; row < 64; row++) {
+    // Thread 4 (row mod 8) + q of the row's warp holds columns 8 j + 2 q and the next, in registers 4 j and 4 j + 1, or
+    // the two after them for the lower eight rows of the warp.
+    Warp& w = warps[op.warp + row / 16];
+    const u32 thread = row % 8 * 4, low_rows = row % 16 / 8 * 2;
+    auto place = [&](u32 c) { return reg(w, o[c / 8 * 4 + low_rows + (c & 1)]) + thread + c % 8 / 2; };
+    for (u32 c = 0; c < n; c++) sums[c] = op.accumulate ? bit_cast<f32>(*place(c)) : 0.f;
+    for (u32 k = 0; k < k_count; k++) {
+      const f32 factor = a[row * k_count + k] * sign;
+      const f32* values = transposed + k * n;
+      for (u32 c = 0; c < n; c++) sums[c] += factor * values[c];
+    }
+    for (u32 c = 0; c < n; c++) *place(c) = bit_cast<u32>(sums[c]);
+  }
+  warpgroups_[op.warp / 4].executed++;
   launch.stats.mma++;
-  Warp::PendingWgmma pending{op.agent, op.clock, w.wgmma_group, {}};
-  pending.registers.assign(o, o + registers);
-  w.pending_wgmma.push_back(std::move(pending));
   progress++;
 }
 
-void Cta::wait_wgmma(Warp& w, const Instr& i) {
-  std::vector<Warp::PendingWgmma> kept;
-  for (auto& pending : w.pending_wgmma)
-    if ((s64)pending.group < (s64)w.wgmma_group - i.a) w.view.set_both(pending.agent, pending.clock);
-    else kept.push_back(std::move(pending));
-  w.pending_wgmma.swap(kept);
+// Returns whether all but the latest groups are complete; runs what is queued of them.
+bool Cta::wait_wgmma(Warp& w, const Instr& i) {
+  if (w.wgmma_groups.size() <= (size_t)i.a) return true;
+  const u32 wanted = w.wgmma_groups[w.wgmma_groups.size() - 1 - (size_t)i.a];
+  Warpgroup& warpgroup = warpgroups_[w.id / 4];
+  for (size_t k = 0; k < queue.size() && warpgroup.executed < wanted;) {
+    if (queue[k].work != Work::WGMMA || queue[k].warp != w.id / 4 * 4) { k++; continue; }
+    AsyncOp op = std::move(queue[k]);
+    queue.erase(queue.begin() + (long)k);
+    execute(op);
+  }
+  if (warpgroup.executed < wanted) {  // other warps of the group have not issued it yet
+    w.state = WarpState::YIELDED;
+    w.yielded_at = progress;
+    w.yield_pc = w.pc;
+    w.yield_address = 0;
+    return false;
+  }
+  if (wanted > w.wgmma_done) {
+    w.wgmma_done = wanted;
+    if (checks(CHECK_RACES)) w.view.set_both(pipe(AGENT_WGMMA, w.id / 4 * 4), wanted);
+  }
+  return true;
 }

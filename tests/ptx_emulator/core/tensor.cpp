@@ -4,7 +4,7 @@
 
 namespace {
 constexpr u32 K_BYTES = 32;  // both operand kinds take 32 bytes of K an instruction
-enum { SHAPE_32x32b, SHAPE_16x64b, SHAPE_16x128b, SHAPE_16x256b };
+enum { SHAPE_32x32b, SHAPE_16x64b, SHAPE_16x128b, SHAPE_16x256b, SHAPE_16x32bx2 };
 
 f32 decode(const u8* data, u32 format) {
   if (format == 2) { u32 word; memcpy(&word, data, 4); return bit_cast<f32>(word & 0xffffe000u); }
@@ -14,16 +14,17 @@ f32 decode(const u8* data, u32 format) {
 }
 }  // namespace
 
-u32 Cta::tensor_pipe(u32 warp) {
+// The agent of everything that one warp (tcgen05) or warpgroup (wgmma, by its first warp) gives to its tensor core.
+u32 Cta::pipe(u32 type, u32 warp) {
   for (u32 agent = warps_count; agent < agents_.size(); agent++)
-    if (agents_[agent].type == AGENT_TENSOR && agents_[agent].warp == warp) return agent;
-  agents_.push_back({AGENT_TENSOR, warp, 0});
+    if (agents_[agent].type == type && agents_[agent].warp == warp) return agent;
+  agents_.push_back({type, warp, 0});
   pipes_.emplace_back();
   return (u32)agents_.size() - 1;
 }
 
 void Cta::order_pipe(AsyncOp& op) {
-  op.agent = tensor_pipe(op.warp);
+  op.agent = pipe(AGENT_TENSOR, op.warp);
   op.clock = ++agents_[op.agent].clock;
   View& view = pipes_[op.agent];
   view.join(op.view);
@@ -119,30 +120,38 @@ void Cta::touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, 
 
 void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
   const bool load = i.kind == KIND_T5_LD;
-  if (i.a == SHAPE_16x64b) FAULT("not-modelled", "tcgen05.ld/st shape 16x64b");
   u32 address = uniform(w, o[0], m, "TMEM address") + (u32)i.imm;
   u32 lane0 = address >> 16, column = address & 0xffff, quarter = w.id % 4;
   bool half = i.a != SHAPE_32x32b;
   if (lane0 != 32 * quarter && !(half && lane0 == 32 * quarter + 16))
     FAULT("tmem-lanes", "warp %u may access lanes %u to %u, not %u", w.id, 32 * quarter, 32 * quarter + 31, lane0);
-  const u32 per_unit = i.a == SHAPE_32x32b ? 1 : i.a == SHAPE_16x128b ? 2 : 4;
-  const u32 columns = (u32)i.b * (half ? per_unit * 2 : 1), registers = (u32)i.b * per_unit;
+  const bool halves = i.a == SHAPE_16x32bx2;  // two parts of 16 lanes, i.c columns apart
+  const u32 per_unit = i.a == SHAPE_16x128b ? 2 : i.a == SHAPE_16x256b ? 4 : 1;
+  const u32 columns = (u32)i.b * (half && !halves ? per_unit * 2 : 1), registers = (u32)i.b * per_unit;
+  std::vector<u32> touched;
+  for (u32 c = column; c < column + columns; c++) touched.push_back(c);
+  for (u32 c = column + (u32)i.c; halves && c < column + (u32)i.c + columns; c++)
+    if (c < column || c >= column + columns) touched.push_back(c);
   check_columns(column, columns, load ? "tcgen05.ld" : "tcgen05.st", w.pc, agent_code(AGENT_WARP, w.id));
+  if (halves)
+    check_columns(column + (u32)i.c, columns, load ? "tcgen05.ld" : "tcgen05.st", w.pc, agent_code(AGENT_WARP, w.id));
   if (checks(CHECK_RACES)) {
-    for (u32 c = column; c < column + columns; c++)
-      touch_tmem(quarter, c, !load, w.id, load ? PENDING : w.now, PENDING, w.view, w.pc);
+    for (u32 c : touched) touch_tmem(quarter, c, !load, w.id, load ? PENDING : w.now, PENDING, w.view, w.pc);
     if (load) {
       u32 id = ++w.next_load;
-      w.loads.push_back({id, quarter, column, columns});
       for (u32 k = 0; k < registers; k++)
         if (o[1 + k] >= 0) w.loading[o[1 + k]] = id;
+      w.loads.push_back({id, quarter, std::move(touched)});
     } else {
-      w.stores.push_back({quarter, column, columns});
+      w.stores.push_back({quarter, std::move(touched)});
     }
   }
   // Register k of thread t: the fragments of the ISA's figures, two rows eight apart for the 16-lane shapes.
   auto cell = [&](u32 k, u32 t) {
     if (i.a == SHAPE_32x32b) return (lane0 + t) * TMEM_COLUMNS + column + k;
+    if (halves) return (lane0 + t % 16) * TMEM_COLUMNS + column + k + t / 16 * (u32)i.c;
+    // As the layout of CuTe DSL's Ld16x64b atom has it: eight rows from bit 0 of the thread, a column from bit 1.
+    if (i.a == SHAPE_16x64b) return (lane0 + t / 4 + (t & 1) * 8) * TMEM_COLUMNS + column + 2 * k + (t >> 1 & 1);
     if (i.a == SHAPE_16x128b)
       return (lane0 + (k & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 2 * 4 + t % 4;
     return (lane0 + (k >> 1 & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 4 * 8 + t % 4 * 2 + (k & 1);
@@ -171,7 +180,7 @@ void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
 void Cta::complete_load(Warp& w, u32 id, bool waited) {
   for (const TmemLoad& load : w.loads) {
     if (load.id != id) continue;
-    for (u32 c = load.column; c < load.column + load.columns; c++)
+    for (u32 c : load.columns)
       for (TmemRead& read : tmem_cells_[load.quarter * TMEM_COLUMNS + c].reads)
         if (read.agent == w.id) {
           if (read.issued == PENDING) read.issued = w.now;
@@ -201,9 +210,9 @@ void Cta::wait_tmem(Warp& w, bool stores) {
     w.loading.clear();
     return;
   }
-  for (const auto& [quarter, column, columns] : w.stores)
-    for (u32 c = column; c < column + columns; c++) {
-      TmemCell& cell = tmem_cells_[quarter * TMEM_COLUMNS + c];
+  for (const auto& store : w.stores)
+    for (u32 c : store.columns) {
+      TmemCell& cell = tmem_cells_[store.quarter * TMEM_COLUMNS + c];
       if (cell.written && cell.agent == w.id && cell.completed == PENDING) cell.completed = w.now;
     }
   w.stores.clear();
@@ -350,9 +359,12 @@ void Cta::run_mma(AsyncOp& op) {
 }
 
 void Cta::run_tmem_copy(AsyncOp& op) {
-  enum { CP_128x256b, CP_4x256b, CP_128x128b, CP_64x128b, CP_32x128b };
-  if (op.shape == CP_4x256b || op.shape == CP_64x128b) FAULT("not-modelled", "tcgen05.cp of this shape");
-  const u32 rows = op.shape == CP_32x128b ? 32 : 128, chunks = op.shape == CP_128x256b ? 2 : 1;
+  enum { CP_128x256b, CP_128x128b, CP_64x128b_02_13, CP_64x128b_01_23, CP_32x128b };
+  // Rows in shared memory, and where the copies of row r go: lanes first(r), first(r) + step, ...
+  const u32 rows = op.shape == CP_32x128b ? 32 : op.shape >= CP_64x128b_02_13 ? 64 : 128;
+  const u32 step = op.shape == CP_64x128b_02_13 ? 64 : rows < 128 ? 32 : 128;
+  const u32 copies = 128 / rows, chunks = op.shape == CP_128x256b ? 2 : 1;
+  auto first = [&](u32 row) { return op.shape == CP_64x128b_01_23 ? row % 32 + row / 32 * 64 : row; };
   const u32 column = op.d & 0xffff, start = (u32)(op.a & 0x3fff) << 4;
   const u32 leading = (u32)(op.a >> 16 & 0x3fff) << 4, stride = (u32)(op.a >> 32 & 0x3fff) << 4;
   if (op.a >> 61 & 7) FAULT("not-modelled", "tcgen05.cp from a swizzled layout");
@@ -362,7 +374,8 @@ void Cta::run_tmem_copy(AsyncOp& op) {
     for (u32 c = 0; c < chunks; c++) {
       u8 chunk[16];
       read_chunk(start + row / 8 * stride + row % 8 * 16 + c * leading, 0, chunk, who, "tcgen05.cp");
-      for (u32 lane = row; lane < TMEM_LANES; lane += rows == 32 ? 32 : TMEM_LANES) {
+      for (u32 copy = 0; copy < copies; copy++) {
+        const u32 lane = first(row) + copy * step;
         memcpy(&tmem_[lane * TMEM_COLUMNS + column + c * 4], chunk, 16);
         memset(&tmem_init_[lane * TMEM_COLUMNS + column + c * 4], 1, 4);
       }

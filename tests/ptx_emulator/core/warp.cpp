@@ -9,6 +9,13 @@ u32 Cta::uniform(Warp& w, s32 slot, u32 m, const char* what) {
   return first;
 }
 
+u64 Cta::uniform64(Warp& w, s32 slot, const char* what) {
+  const u64* values = reg64(w, slot);
+  for (u32 lane = 1; lane < 32; lane++)
+    if (values[lane] != values[0]) FAULT("divergence", "%s differs between the lanes of a warp", what);
+  return values[0];
+}
+
 // Makes the runnable group with the smallest pc current and merges those that are at the same place. False if no group
 // can run.
 bool Cta::select_group(Warp& w) {
@@ -81,17 +88,6 @@ void Cta::check_registers(Warp& w, const Instr& i, const s32* o, u32 m) {
     if (roles[k] == ROLE_DEFINE) w.register_init[(u32)o[k] >> 7] |= m;
     else if (roles[k] == ROLE_DEFINE_PREDICATE) w.predicate_init[o[k]] |= m;
   }
-  if (w.pending_wgmma.empty() || i.kind == KIND_WGMMA) return;
-  for (s32 k = 0; k < i.count; k++) {
-    if (roles[k] != ROLE_USE && roles[k] != ROLE_DEFINE) continue;
-    for (const auto& pending : w.pending_wgmma)
-      for (s32 slot : pending.registers)
-        if (slot == (o[k] & ~1)) {
-          report("wgmma-not-waited", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_NONE, 0,
-                 "register of a wgmma that no wgmma.wait_group waited for");
-          return;
-        }
-  }
 }
 
 void Cta::shuffle(Warp& w, const Instr& i, const s32* o, u32 m) {
@@ -137,7 +133,7 @@ void Cta::run(Warp& w, u64 budget) {
   const s32* operands = launch.program.operands.data();
   u8* R = w.registers;
   u32* P = w.predicates;
-  const bool check_init = checks(CHECK_INIT);
+  const bool check_init = checks(CHECK_INIT), watch_wgmma = launch.program.wgmma && checks(CHECK_RACES);
   for (u64 n = 0; n < budget; n++) {
     if (!w.others.empty() && !select_group(w)) {
       // All groups wait: at the slowest one's place, for whatever makes progress.
@@ -168,6 +164,7 @@ void Cta::run(Warp& w, u64 budget) {
       if (!m) { w.pc++; continue; }
     }
     if (check_init) check_registers(w, i, o, m);
+    if (watch_wgmma) check_wgmma_registers(w, i, o);
     if (!w.loading.empty()) use_loading_registers(w, i, o);
     switch (i.kind) {
 #include "alu.inc"
@@ -218,7 +215,11 @@ Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
     case KIND_RET:
       exit_lanes(w, m);
       if (!w.mask) {
-        if (w.others.empty()) { w.state = WarpState::DONE; return Outcome::STOP; }
+        if (w.others.empty()) {
+          w.state = WarpState::DONE;
+          leave_barriers();
+          return Outcome::STOP;
+        }
         // Parked groups may have been waiting for the lanes that left.
         for (Group& group : w.others) group.parked = false;
         return Outcome::CONTINUE;
@@ -330,11 +331,14 @@ Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
       else if (i.kind == KIND_STMATRIX) store_matrix(w, i, o, m);
       else if (i.kind == KIND_MOVMATRIX) move_matrix(w, o, m);
       else if (i.kind == KIND_MMA_SYNC) multiply_warp(w, i, o, m);
-      else run_wgmma(w, i, o, m);
+      else issue_wgmma(w, i, o);
       break;
-    case KIND_WGMMA_FENCE: break;
-    case KIND_WGMMA_COMMIT: w.wgmma_group++; break;
-    case KIND_WGMMA_WAIT: wait_wgmma(w, i); break;
+    case KIND_WGMMA_FENCE: case KIND_WGMMA_COMMIT: case KIND_WGMMA_WAIT:
+      if (!rendezvous(w, m, ~0u, "wgmma")) return Outcome::CONTINUE;
+      if (i.kind == KIND_WGMMA_FENCE) w.wgmma_fences++;
+      else if (i.kind == KIND_WGMMA_COMMIT) w.wgmma_groups.push_back(w.wgmma_issued);
+      else if (!wait_wgmma(w, i)) return Outcome::STOP;
+      break;
     default: FAULT("not-modelled", "operation %d", i.kind);
   }
   w.pc++;

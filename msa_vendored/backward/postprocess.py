@@ -1,0 +1,251 @@
+"""Accumulators to gradients: the dQ pool to bf16 dq, the fp32 dK and dV pools to bf16, in one launch.
+
+The pools are in the order in which a main kernel adds to them (:mod:`msa_vendored.backward.pool_order`); the first CTAs
+convert dQ, the others dK and dV. A thread reads a granule, whole 16-byte vectors, permutes it in registers and writes
+whole 16-byte octets. Bytes moved: 6 per fp32 and 4 per bf16 element.
+
+A call whose schedule was found inconsistent gets NaN everywhere: incomplete gradients must not look like gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+
+from msa_vendored.backward.pool_order import VECTOR_BYTES, GranulePlan, plan_granules
+from msa_vendored.compiling import compile_options
+
+POOL_DTYPES = {"fp32": Float32, "bf16": BFloat16}
+HEAD_DIM = 128
+KEYS_PER_BLOCK = 128
+OCTET = 8
+THREADS = 256
+VECTORS_IN_FLIGHT = 8
+"""16-byte loads that a thread issues before it stores."""
+
+
+class PoolReader:
+    """Device code that converts one pool; a plan and numbers that are known when it is compiled.
+
+    A thread converts ``granules`` granules, ``THREADS`` apart.
+    """
+
+    def __init__(self, dtype: str, order: str) -> None:
+        self.dtype = POOL_DTYPES[dtype]
+        self.plan: GranulePlan = plan_granules(order, self.dtype.width // 8)
+        self.granules = max(1, VECTORS_IN_FLIGHT // len(self.plan.vectors))
+        self.tile_elements = self.plan.tile_rows * HEAD_DIM
+
+    def ctas(self, rows: Int32) -> Int32:
+        """CTAs for ``rows`` rows, a multiple of the rows of a tile."""
+        granules = rows // self.plan.tile_rows * self.plan.granules_per_tile
+        return cute.ceil_div(granules, THREADS * self.granules)
+
+    @cute.jit
+    def convert(
+        self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32, spoilt: Boolean
+    ) -> None:
+        """One CTA's granules. Row r of tile t is the target's ``(t // inner * tile_rows + r) * inner + t % inner``."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = cta * (THREADS * self.granules) + thread
+        granules = rows // self.plan.tile_rows * self.plan.granules_per_tile
+        space = None
+        if cutlass.const_expr(self.plan.octets_touch):
+            layout = cute.make_layout((OCTET, THREADS * len(self.plan.octets)))
+            space = cutlass.utils.SmemAllocator().allocate_tensor(BFloat16, layout, byte_alignment=VECTOR_BYTES)
+        loaded = []
+        for i in cutlass.range_constexpr(self.granules):
+            # Granules beyond the last read the last; nothing is stored for them.
+            tile, pool, _, _ = self.locate(cutlass.min(first + i * THREADS, granules - 1))
+            base = Int64(tile) * self.tile_elements + pool
+            loaded.append([self.load(source, base + offset) for offset in self.plan.vectors])
+        for i in cutlass.range_constexpr(self.granules):
+            octets = [self.octet(loaded[i], sources, spoilt) for _, _, sources in self.plan.octets]
+            if cutlass.const_expr(self.plan.octets_touch):
+                octets = self.exchange(octets, space)
+            for j in cutlass.range_constexpr(len(octets)):
+                # As the threads exchanged them, octet j of lane l is number 32 j + l among those of the warp.
+                granule, within = first + i * THREADS, Int32(j)
+                if cutlass.const_expr(self.plan.octets_touch):
+                    number = j * 32 + thread % 32
+                    granule += number // len(octets) - thread % 32
+                    within = number % len(octets)
+                if granule < granules:
+                    tile, _, row, d = self.locate(granule)
+                    for bit in cutlass.range_constexpr(len(self.plan.octet_strides)):
+                        row += ((within >> bit) & 1) * self.plan.octet_strides[bit].row
+                        d += ((within >> bit) & 1) * self.plan.octet_strides[bit].d
+                    outer = Int64(tile // inner * self.plan.tile_rows + row) * inner + tile % inner
+                    cute.make_tensor(
+                        target + cute.assume(outer * HEAD_DIM + d, divby=OCTET), cute.make_layout(OCTET)
+                    ).store(octets[j].load())
+
+    @cute.jit
+    def octet(
+        self, vectors: list[cute.TensorSSA], sources: tuple[tuple[int, int], ...], spoilt: Boolean
+    ) -> cute.Tensor:
+        """Eight neighbouring values of a row from the vectors of a granule, rounded."""
+        values = cute.make_rmem_tensor(OCTET, BFloat16)
+        for k in cutlass.range_constexpr(OCTET):
+            values[k] = vectors[sources[k][0]][sources[k][1]].to(BFloat16)
+        if spoilt:
+            values.fill(BFloat16(math.nan))
+        return values
+
+    @cute.jit
+    def exchange(self, octets: list[cute.Tensor], space: cute.Tensor) -> list[cute.Tensor]:
+        """Octets of the warp, dealt so that neighbouring lanes hold neighbouring octets.
+
+        Through shared memory, ``space``. Three bits of the place are xored with the next three, so that neither the
+        writes (a lane's own octets) nor the reads (32 in a row) of eight lanes share a bank.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        count = len(octets)
+        warp_base, lane = thread // 32 * (32 * count), thread % 32
+        cute.arch.sync_warp()  # the reads of the granule before
+        for j in cutlass.range_constexpr(count):
+            number = lane * count + j
+            space[None, warp_base + (number ^ ((number >> 3) & 7))].store(octets[j].load())
+        cute.arch.sync_warp()
+        dealt = []
+        for j in cutlass.range_constexpr(count):
+            number = j * 32 + lane
+            values = cute.make_rmem_tensor(OCTET, BFloat16)
+            values.store(space[None, warp_base + (number ^ ((number >> 3) & 7))].load())
+            dealt.append(values)
+        return dealt
+
+    @cute.jit
+    def locate(self, granule: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Tile of a granule, and its offset in the tile's pool elements, its first row and d."""
+        tile, pool, row, d = granule // self.plan.granules_per_tile, Int32(0), Int32(0), Int32(0)
+        for bit in cutlass.range_constexpr(len(self.plan.strides)):
+            value = (granule >> bit) & 1
+            stride = self.plan.strides[bit]
+            pool += value * stride.pool
+            row += value * stride.row
+            d += value * stride.d
+        return tile, pool, row, d
+
+    @cute.jit
+    def load(self, source: cute.Pointer, offset: Int64) -> cute.TensorSSA:
+        """The 16-byte vector at an element offset, a multiple of its length."""
+        values = VECTOR_BYTES * 8 // self.dtype.width
+        return cute.make_tensor(source + cute.assume(offset, divby=values), cute.make_layout(values)).load()
+
+
+class Postprocess:
+    """Host function and kernel for one dtype and order of the dQ pool and one order of the dK and dV pools."""
+
+    def __init__(self, dq_dtype: str, dq_order: str, dkv_order: str) -> None:
+        self.dq = PoolReader(dq_dtype, dq_order)
+        self.dkv = PoolReader("fp32", dkv_order)
+
+    @cute.jit
+    def __call__(
+        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, stream: Any
+    ) -> None:
+        """One launch; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, None, stream)
+
+    @cute.jit
+    def report(
+        self,
+        dq_pool: cute.Tensor,
+        dq: cute.Tensor,
+        dkv_pool: cute.Tensor,
+        dkv: cute.Tensor,
+        error_word: cute.Tensor,
+        device_word: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """One launch that also reports; see :func:`compile_postprocess`."""
+        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), stream)
+
+    @cute.jit
+    def launch(
+        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, words: Any, stream: Any
+    ) -> None:
+        """CTAs for dQ, then CTAs for dK and dV."""
+        dq_rows, dkv_rows, kv_heads = dq.shape[0] * dq.shape[1], 2 * dkv.shape[1] * dkv.shape[2], dkv.shape[2]
+        dq_ctas = self.dq.ctas(dq_rows)
+        self.convert(
+            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, words, dq_ctas, dq_rows, dkv_rows, kv_heads
+        ).launch(grid=(dq_ctas + self.dkv.ctas(dkv_rows), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def convert(
+        self,
+        dq_pool: cute.Pointer,
+        dq: cute.Pointer,
+        dkv_pool: cute.Pointer,
+        dkv: cute.Pointer,
+        words: Any,
+        dq_ctas: Int32,
+        dq_rows: Int32,
+        dkv_rows: Int32,
+        kv_heads: Int32,
+    ) -> None:
+        """All heads of a token are neighbouring rows of dq; those of a key block are apart in dk and dv."""
+        cta, _, _ = cute.arch.block_idx()
+        spoilt = Boolean(False)
+        if cutlass.const_expr(words is not None):
+            error_word, device_word = words
+            spoilt = error_word[0] != 0
+            thread, _, _ = cute.arch.thread_idx()
+            if spoilt & (cta == 0) & (thread == 0):
+                cute.arch.atomic_or(device_word.iterator, error_word[0])
+        if cta < dq_ctas:
+            self.dq.convert(dq_pool, dq, cta, dq_rows, 1, spoilt)
+        else:
+            self.dkv.convert(dkv_pool, dkv, cta - dq_ctas, dkv_rows, kv_heads, spoilt)
+
+
+def compile_postprocess(
+    *, arch: str, dq_dtype: str, dq_order: str, dkv_order: str, report_errors: bool = False
+) -> Callable[..., None]:
+    """Compiles the stage for the pools of one main kernel.
+
+    Args:
+        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
+        dq_dtype: ``"fp32"`` or ``"bf16"``, type of the dQ pool.
+        dq_order: order of the dQ pool; its tiles are groups of neighbouring heads of a token.
+        dkv_order: order of the fp32 dK and dV pools; its tiles are the 128 keys of a key block and kv head.
+        report_errors: two more arguments ``(error_word, device_word)``, int32 ``[1]``: if the first is not 0, it is
+            ORed into the second and the gradients become NaN.
+
+    Returns:
+        A function ``(dq_pool, dq, dkv_pool, dkv)`` on the current stream: flat pools of ``T * Hq * 128`` and
+        ``2 * W * Hkv * 128`` elements, dK before dV, and within each tiles by (key block, kv head); bf16 dq
+        ``[T, Hq, 128]`` and dkv ``[2, W, Hkv, 128]``. All contiguous, on one device, at 16-byte addresses; W a
+        multiple of 128, Hq of the tile's rows. Overwrites ``dq`` and ``dkv``; rounds to nearest, ties to even.
+
+    Raises:
+        KeyError: the dtype is unknown.
+        ValueError: an order is not one.
+    """
+    stage = Postprocess(dq_dtype, dq_order, dkv_order)
+    if stage.dkv.plan.tile_rows != KEYS_PER_BLOCK:
+        raise ValueError(f"tiles of dK and dV hold {KEYS_PER_BLOCK} keys: {dkv_order!r}")
+    tokens, heads, rows, kv_heads = (cute.sym_int() for _ in range(4))
+
+    def fake(dtype: Any, *shape: Any) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=VECTOR_BYTES)
+
+    words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)] * 2 if report_errors else []
+    return cute.compile(
+        stage.report if report_errors else stage,
+        fake(stage.dq.dtype, cute.sym_int64()),
+        fake(BFloat16, tokens, heads, HEAD_DIM),
+        fake(Float32, cute.sym_int64()),
+        fake(BFloat16, 2, rows, kv_heads, HEAD_DIM),
+        *words,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch),
+    )

@@ -1,0 +1,241 @@
+"""Which compiled kernels make up a backward on which GPU, and how each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
+from msa_vendored.compiling import Kernel, load_kernel
+from msa_vendored.errors import UnavailableError
+
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+"""Compute capability to what its kernels are compiled for; code for one of these runs on no other."""
+
+_SUM_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What is compiled into the kernels; everything else is a runtime argument."""
+
+    arch: str
+    ratio: int
+    dq_accumulation: str
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MainArguments:
+    """What a main kernel gets; bf16 and fp32 as in :func:`msa_vendored.backward.engine.run_backward`.
+
+    Attributes:
+        q: ``[T, Hq, 128]``.
+        k: ``[W, Hkv, 128]``.
+        v: ``[W, Hkv, 128]``.
+        grad_out: ``[T, Hq, 128]``.
+        lse: ``[T, Hq]``.
+        delta: fp32 ``[T, Hq]``, row sums of out * dO.
+        task_meta: tables and descriptor as in :mod:`msa_vendored.backward.tasks`.
+        task_qrows: rows of q.
+        task_qpos: workspace positions.
+        cu_seqlens: ``[documents + 1]``.
+        document_workspace_starts: ``[documents]``.
+        descriptor: ``[8]``.
+        dq_sum: flat, as many elements as q, bf16 or fp32, zero, in the order that the kernel likes.
+        dkv_sum: flat fp32, as many elements as k and v, zero; dK first.
+        softmax_scale: factor on the logits.
+        grid: CTAs.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    task_meta: torch.Tensor
+    task_qrows: torch.Tensor
+    task_qpos: torch.Tensor
+    cu_seqlens: torch.Tensor
+    document_workspace_starts: torch.Tensor
+    descriptor: torch.Tensor
+    dq_sum: torch.Tensor
+    dkv_sum: torch.Tensor
+    softmax_scale: float
+    grid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Runtime arguments of the task build that suit a main kernel.
+
+    Attributes:
+        window: queries per window of the task order; widened where there would be too many bins.
+        rows_per_chunk: tasks that a CTA takes at a time, at most.
+    """
+
+    window: int
+    rows_per_chunk: int
+
+
+WALKS = {"sm_90a": Walk(2048, 16), "sm_100a": Walk(512, 64), "sm_103a": Walk(512, 64)}
+"""SM90: the fastest of 24 pairs at 16,384 and 32,768 tokens on an H200 (chunks of 64: 4 to 11 % slower). SM100: NeMo's
+choice on B200; not measured by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of the task build and the main kernel.
+
+    Attributes:
+        walk: one of :data:`msa_vendored.backward.tasks.WALKS`.
+        build_tasks: see :func:`msa_vendored.backward.task_build.compile_task_build`.
+    """
+
+    walk: str
+    build_tasks: Kernel
+
+
+REPEATABLE_WALKS = ("blocks", "windows")
+"""Passes of ``deterministic=True``: the first gives dK and dV, the second dQ; what else they add is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The four stages in the order of their launches; :func:`msa_vendored.backward.engine.launch` calls them.
+
+    Attributes:
+        delta: ``(out, grad_out, delta)``.
+        passes: what the task build and the main kernel run for; one, or two of which each owns what it adds to.
+        main: adds to ``dq_sum`` and ``dkv_sum``.
+        postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
+            :func:`msa_vendored.backward.postprocess.compile_postprocess`.
+        walk: how the main kernel likes its tasks ordered and cut.
+    """
+
+    delta: Kernel
+    passes: tuple[Pass, ...]
+    main: Callable[[MainArguments], None]
+    postprocess: Kernel
+    walk: Walk
+
+
+@lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """Architecture that kernels for ``device`` are compiled for. Remembered: asking the driver takes 10 us.
+
+    Raises:
+        UnavailableError: no GPU, or one that the kernels are not written for; the message names it.
+    """
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability in ARCHITECTURES:
+            return ARCHITECTURES[capability]
+        found = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
+    else:
+        found = f"device {device}"
+    raise UnavailableError(
+        "run_backward has no kernels for this device",
+        where=f"tensors on {device}",
+        expected="an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3",
+        got=found,
+        next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
+    )
+
+
+@lru_cache(maxsize=64)
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel) -> Stages:
+    """The stages for one structure.
+
+    Args:
+        structure: what to compile in.
+        load: ``(compile_stage, *, arch, **options)`` to a launcher; :func:`msa_vendored.compiling.load_kernel`, by
+            which each is compiled at most once in a process. Tests emulate here.
+
+    Raises:
+        UnsupportedArgumentError: the architecture's main kernel lacks an option.
+        UnavailableError: CuTe DSL is missing.
+    """
+    _require_dsl()
+    from msa_vendored.backward.delta import compile_delta
+    from msa_vendored.backward.postprocess import compile_postprocess
+    from msa_vendored.backward.task_build import compile_task_build
+
+    arch, ratio = structure.arch, structure.ratio
+    walks = REPEATABLE_WALKS if structure.deterministic else ("even",)
+    main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, load)
+    return Stages(
+        delta=load(compile_delta, arch=arch),
+        passes=tuple(Pass(walk, load(compile_task_build, arch=arch, ratio=ratio, walk=walk)) for walk in walks),
+        main=main,
+        postprocess=load(
+            compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
+        ),
+        walk=WALKS[arch],
+    )
+
+
+def _require_dsl() -> None:
+    try:
+        import cutlass  # noqa: F401
+    except ImportError as error:
+        raise UnavailableError(
+            "run_backward compiles its kernels with CuTe DSL, which cannot be imported",
+            where="import cutlass",
+            expected="nvidia-cutlass-dsl",
+            got=str(error),
+            next_command="pip install 'msa_vendored[sm100]'",
+        ) from error
+
+
+Main = Callable[[MainArguments], None]
+
+
+def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+    """The tcgen05 kernel, and the orders of its sums, see :mod:`msa_vendored.backward.pool_order`."""
+    from msa_vendored.backward.main_sm100 import compile_main
+    from msa_vendored.backward.sm100_layout import head_group
+
+    dq_accumulation = structure.dq_accumulation
+    kernel = load(compile_main, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
+
+    def main(a: MainArguments) -> None:
+        kernel(
+            a.q, a.grad_out, a.k, a.v, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.descriptor,
+            a.cu_seqlens, a.document_workspace_starts, a.dq_sum, a.dkv_sum, a.softmax_scale, a.grid,
+        )  # fmt: skip
+
+    dq_order = head_group_order(head_group(structure.ratio, _SUM_BYTES[dq_accumulation]))
+    return main, {"dq_order": dq_order, "dkv_order": SM100_DKV_ORDER}
+
+
+def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+    """The wgmma kernel, and the orders of its sums."""
+    dq_accumulation = structure.dq_accumulation
+    kernel = load(compile_main_sm90, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
+
+    def main(a: MainArguments) -> None:
+        dk_sum, dv_sum = a.dkv_sum.view(2, -1, a.k.shape[1], 128 * 128)
+        kernel(
+            a.q, a.k, a.v, a.grad_out, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.cu_seqlens,
+            a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
+        )  # fmt: skip
+
+    dq_order = sm90_dq_order(min(structure.ratio, 8), _SUM_BYTES[dq_accumulation])
+    return main, {"dq_order": dq_order, "dkv_order": SM90_DKV_ORDER}
+
+
+def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:
+    """See :func:`msa_vendored.backward.main_sm90.compile_main`."""
+    from msa_vendored.backward.main_sm90 import compile_main
+
+    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, options=f"--gpu-arch {arch}")

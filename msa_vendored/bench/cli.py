@@ -1,0 +1,122 @@
+"""Arguments of ``python -m msa_vendored bench``, the progress bar, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from msa_vendored.bench.implementations import Implementation
+    from msa_vendored.bench.workload import Case
+
+TOKENS = (4096, 16384, 32768)
+PACK_TOKENS = 32768
+WHOLE_PACK_TOKENS = 196608
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of the benchmark; imports nothing heavy."""
+    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="token counts, comma-separated")
+    parser.add_argument("--selections", type=_names, default=("random", "mixed"), help="random,mixed")
+    parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
+    parser.add_argument("--packs", type=Path, help="file of packs: JSON lines with case_id and cu_seqlens")
+    parser.add_argument("--no-packs", action="store_true", help="leave packed documents out")
+    parser.add_argument("--no-whole-pack", action="store_true", help=f"leave {WHOLE_PACK_TOKENS:,} packed tokens out")
+    parser.add_argument("--iterations", type=int, default=20, help="timed calls of each part")
+    parser.add_argument("--operand-sets", type=int, default=2, help="sets of operands that calls rotate over")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--png", type=Path, help="draw roofline and crossover here; needs matplotlib")
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Run, print tables, write files; 0 only if every implementation that is there gave right results.
+
+    Raises:
+        BenchArgumentError: no CUDA device, or an argument that cannot be used.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from msa_vendored.bench import report as reports
+    from msa_vendored.bench import runner
+
+    cases = list_cases(options)
+    chosen = choose_implementations(options.only)
+    settings = runner.Settings(options.iterations, options.operand_sets, options.seed, not options.no_check)
+    runner.describe_environment()  # refuses a host without a GPU before the bar appears
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("roofs", total=len(cases) * len(chosen))
+        done = -1
+
+        def advance(label: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, description=label)
+
+        found = runner.run_benchmark(cases, chosen, settings, advance)
+        progress.update(task, completed=len(cases) * len(chosen), description="done")
+    reports.print_report(found, Console(width=None if sys.stdout.isatty() else 200))
+    if options.json:
+        options.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+    if options.png:
+        from msa_vendored.bench.plots import save_plots
+
+        save_plots(found, options.png)
+    return 1 if any(row.status in ("failed", "wrong") for row in found.rows) else 0
+
+
+def list_cases(options: argparse.Namespace) -> list[Case]:
+    """Single documents of every length and selection, then packs."""
+    from msa_vendored.bench.workload import Case, draw_pack, read_packs
+
+    cases = [
+        Case(f"{tokens:,} tokens", (tokens,), selection)
+        for selection in options.selections
+        for tokens in options.tokens
+    ]
+    if options.no_packs:
+        return cases
+    sizes = [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]
+    for size in sizes:
+        if options.packs:
+            cases += [Case(f"{case.name}, {size:,} tokens", case.lengths) for case in read_packs(options.packs, size)]
+        else:
+            lengths = draw_pack(size)
+            cases.append(Case(f"{len(lengths)} drawn documents, {size:,} tokens", lengths))
+    return cases
+
+
+def choose_implementations(only: Sequence[str]) -> list[Implementation]:
+    """All implementations, or those whose names contain one of ``only``.
+
+    Raises:
+        BenchArgumentError: none does.
+    """
+    from msa_vendored.bench.errors import BenchArgumentError
+    from msa_vendored.bench.implementations import list_implementations
+
+    known = list_implementations()
+    chosen = [peer for peer in known if not only or any(part in peer.name for part in only)]
+    if not chosen:
+        raise BenchArgumentError(
+            "no such implementation",
+            where="--only",
+            expected="part of one of " + ", ".join(repr(peer.name) for peer in known),
+            got=",".join(only),
+        )
+    return chosen
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part.replace("_", "")) for part in text.split(",") if part)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)

@@ -1,0 +1,541 @@
+"""Main pass of the sparse forward on SM90: partial outputs of one (query, key block) pair after another.
+
+A persistent CTA takes segments (:mod:`msa_vendored.hopper.segments`) from a counter. K and V of the segment's key block
+stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times the
+heads of the group, gathered by tensor copies of one query each. Roles, in warpgroups of 128 threads:
+
+- 0: warp 0 takes segments and issues all copies; warp 1 clears rows of V past the end of a document, where the next
+  document's values may be infinite or NaN, and 0 * NaN would spread; warps 2 and 3 leave.
+- 1, 2, 3: each takes every third tile: S = Q K^T (64 x 128), softmax within the block, O = P V with P as register
+  operand, then the normalised O as bf16 and its LSE straight from registers to device memory. The warpgroups are
+  independent, so that the tensor cores work for one while the others are in softmax and stores.
+
+Registers: 160 a consumer thread (S 64, then P 32 and O 64), 32 a producer thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
+
+HEAD_DIM = 128
+BLOCK = 128
+ROWS = 64
+Q_STAGES = 6
+KV_STAGES = 2
+CONSUMERS = 3
+THREADS = 128 * CONSUMERS + 64
+LOADER, CLEANER = 4 * CONSUMERS, 4 * CONSUMERS + 1
+KV_BYTES = 2 * BLOCK * HEAD_DIM * 2
+
+
+class ForwardMain:
+    """Kernel for one head ratio.
+
+    Args:
+        ratio: query heads per index head, 1 to 16.
+        topk: slots of a query in the partial outputs.
+    """
+
+    def __init__(self, ratio: int, topk: int) -> None:
+        self.ratio, self.topk = ratio, topk
+        self.queries = ROWS // ratio
+        self.q_bytes = self.queries * ratio * HEAD_DIM * 2
+        self.loads = -(-(self.queries + 1) // 32)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        qsplit_indices: cute.Tensor,
+        segments: cute.Tensor,
+        counters: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        chunk: Int32,
+        first_token: Int32,
+        scale_log2: Float32,
+        ctas: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch ``ctas`` persistent CTAs over the segments of one chunk; the partials begin with ``first_token``."""
+        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        q_layout = cute.tile_to_shape(swizzled, (ROWS, HEAD_DIM, Q_STAGES), order=(0, 1, 2))
+        kv_layout = cute.tile_to_shape(swizzled, (BLOCK, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
+        # One query is `ratio` rows of the tile: two boxes of ratio x 64, since a box row is one swizzle span.
+        box_layout = cute.make_composed_layout(q_layout.inner, 0, cute.make_layout((self.ratio, 64), stride=(64, 1)))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        q_heads = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
+        k_rows = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[0, 2, 1]))
+        v_rows = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[0, 2, 1]))
+        kv_box = cute.select(kv_layout, mode=[0, 1])
+        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_heads, box_layout, (self.ratio, 64))
+        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k_rows, kv_box, (BLOCK, HEAD_DIM))
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v_rows, kv_box, (BLOCK, HEAD_DIM))
+        qk_mma = sm90.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, BLOCK)
+        )
+        pv_mma = sm90.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS, HEAD_DIM),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        self.kernel(
+            q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, qk_mma, pv_mma, q_layout, kv_layout, qsplit_indices, segments,
+            counters, partial_out, partial_lse, chunk, first_token, scale_log2,
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_tma: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_tma: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tma: cute.Tensor,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        kv_layout: cute.ComposedLayout,
+        qsplit_indices: cute.Tensor,
+        segments: cute.Tensor,
+        counters: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        chunk: Int32,
+        first_token: Int32,
+        scale_log2: Float32,
+    ) -> None:
+        """Set up shared memory and barriers, then one role for each warpgroup."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        smem = cutlass.utils.SmemAllocator()
+        # 96 KB of Q, 64 KB each of K and V, and a little bookkeeping.
+        q_smem = smem.allocate_tensor(BFloat16, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
+        k_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
+        v_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
+        barriers = smem.allocate_array(Int64, 2 * Q_STAGES + 3 * KV_STAGES)
+        info = smem.allocate_tensor(Int32, cute.make_layout((SEGMENT_FIELDS, KV_STAGES)), byte_alignment=8)
+        meta = smem.allocate_tensor(Int32, cute.make_layout((self.queries + 1, Q_STAGES)), byte_alignment=8)
+        q_full, q_empty = barriers, barriers + Q_STAGES
+        kv_full, kv_empty = barriers + 2 * Q_STAGES, barriers + 2 * Q_STAGES + KV_STAGES
+        v_clean = barriers + 2 * Q_STAGES + 2 * KV_STAGES
+        if thread == 0:
+            for i in cutlass.range_constexpr(Q_STAGES):
+                cute.arch.mbarrier_init(q_full + i, 1)
+                cute.arch.mbarrier_init(q_empty + i, 4)
+            for i in cutlass.range_constexpr(KV_STAGES):
+                cute.arch.mbarrier_init(kv_full + i, 1)
+                cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS)
+                cute.arch.mbarrier_init(v_clean + i, 1)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.queries * self.ratio < ROWS):
+            self.clear_unused_rows(q_smem, thread)
+        cute.arch.sync_threads()
+        if warp == LOADER:
+            self.load(
+                q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
+                kv_full, kv_empty, qsplit_indices, segments, counters, chunk,
+            )  # fmt: skip
+        elif warp == CLEANER:
+            self.clear_tails(v_smem, info, kv_full, v_clean)
+        else:
+            self.consume(
+                qk_mma, pv_mma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty, kv_full, kv_empty, v_clean,
+                partial_out, partial_lse, first_token, scale_log2,
+            )  # fmt: skip
+
+    @cute.jit
+    def clear_unused_rows(self, q_smem: cute.Tensor, thread: Int32) -> None:
+        """Zero the rows of a tile that no query fills (ratios that do not divide 64): uninitialised bits may be NaN."""
+        used = self.queries * self.ratio
+        elements = (ROWS - used) * HEAD_DIM
+        for stage in cutlass.range_constexpr(Q_STAGES):
+            i = thread
+            while i < elements:
+                q_smem[used + i // HEAD_DIM, i % HEAD_DIM, stage] = BFloat16(0.0)
+                i += THREADS
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def load(
+        self,
+        q_atom: cute.CopyAtom,
+        q_tma: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_tma: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tma: cute.Tensor,
+        q_smem: cute.Tensor,
+        k_smem: cute.Tensor,
+        v_smem: cute.Tensor,
+        meta: cute.Tensor,
+        info: cute.Tensor,
+        q_full: cute.Pointer,
+        q_empty: cute.Pointer,
+        kv_full: cute.Pointer,
+        kv_empty: cute.Pointer,
+        qsplit_indices: cute.Tensor,
+        segments: cute.Tensor,
+        counters: cute.Tensor,
+        chunk: Int32,
+    ) -> None:
+        """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
+        lane = cute.arch.lane_idx()
+        # [rows, 64, query, half, stage]: where the box of a query goes.
+        q_boxes = cute.make_tensor(
+            q_smem.iterator,
+            cute.make_layout(
+                ((self.ratio, 64), self.queries, 2, Q_STAGES),
+                stride=((64, 1), self.ratio * 64, ROWS * 64, ROWS * HEAD_DIM),
+            ),
+        )
+        written = counters[chunk, 0]
+        segment = self.take_segment(counters, chunk, lane)
+        kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+        while segment < written:
+            field = Int32(0)
+            if lane < SEGMENT_FIELDS:
+                field = segments[chunk, segment, lane]
+            entry = cute.arch.shuffle_sync(field, 0)
+            count = cute.arch.shuffle_sync(field, 1)
+            head = cute.arch.shuffle_sync(field, 2)
+            key_row = cute.arch.shuffle_sync(field, 3)
+            query_base = cute.arch.shuffle_sync(field, 5)
+            following = self.take_segment(counters, chunk, lane)
+            packed = self.read_queries(qsplit_indices, entry, count, lane)
+            cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
+            if lane < SEGMENT_FIELDS:
+                info[lane, kv_stage] = field
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(kv_full + kv_stage, KV_BYTES)
+            self.load_block(k_atom, k_tma, k_smem, key_row, head, kv_stage, kv_full + kv_stage)
+            self.load_block(v_atom, v_tma, v_smem, key_row, head, kv_stage, kv_full + kv_stage)
+            kv_stage += 1
+            if kv_stage == KV_STAGES:
+                kv_stage, kv_phase = Int32(0), kv_phase ^ 1
+            while count > 0:
+                entry += self.queries
+                count -= self.queries
+                upcoming = self.read_queries(qsplit_indices, entry, count, lane)
+                cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
+                for i in cutlass.range_constexpr(self.loads):
+                    if lane + 32 * i <= self.queries:
+                        meta[lane + 32 * i, q_stage] = packed[i]
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, self.q_bytes)
+                self.load_queries(q_atom, q_tma, q_boxes, packed, query_base, head, q_stage, q_full + q_stage)
+                for i in cutlass.range_constexpr(self.loads):
+                    packed[i] = upcoming[i]
+                q_stage += 1
+                if q_stage == Q_STAGES:
+                    q_stage, q_phase = Int32(0), q_phase ^ 1
+            segment = following
+        # A segment without queries tells the others to leave.
+        cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
+        if lane < SEGMENT_FIELDS:
+            info[lane, kv_stage] = 0
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(kv_full + kv_stage)
+
+    @cute.jit
+    def take_segment(self, counters: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
+        """The next segment of the chunk, for all lanes."""
+        segment = Int32(0)
+        if lane == 0:
+            segment = cute.arch.atomic_add(
+                counters.iterator + chunk * COUNTER_FIELDS + 1, Int32(1), sem="relaxed", scope="gpu"
+            )
+        return cute.arch.shuffle_sync(segment, 0)
+
+    @cute.jit
+    def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
+        """Packed queries of the next tile, spread over the lanes; -1 past the segment's end."""
+        packed = cute.make_rmem_tensor(self.loads, Int32)
+        for i in cutlass.range_constexpr(self.loads):
+            packed[i] = Int32(-1)
+            place = lane + 32 * i
+            if place < self.queries and place < count:
+                packed[i] = qsplit_indices[entry + place]
+        return packed
+
+    @cute.jit
+    def load_block(
+        self,
+        atom: cute.CopyAtom,
+        tma: cute.Tensor,
+        smem: cute.Tensor,
+        row: Int32,
+        head: Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ) -> None:
+        """128 rows of K or V from ``row`` on; rows past the tensor's end come as zeros."""
+        block = cute.local_tile(cute.domain_offset((row, 0, 0), tma)[None, None, head], (BLOCK, HEAD_DIM), (0, 0))
+        target, source = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(block, 0, 2)
+        )
+        cute.copy(atom, source, target[None, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def load_queries(
+        self,
+        atom: cute.CopyAtom,
+        tma: cute.Tensor,
+        boxes: cute.Tensor,
+        packed: cute.Tensor,
+        query_base: Int32,
+        head: Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ) -> None:
+        """One tile of Q: two boxes a query. Unused places load rows past the end of q, which come as zeros."""
+        # (ratio, 64) blocks of q: [(ratio, 64), head group, half, token]
+        tiled = cute.flat_divide(tma, (self.ratio, 64))
+        source_all = cute.group_modes(tiled, 0, 2)
+        target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), boxes, source_all)
+        tokens = cute.size(tma, mode=[2])
+        for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
+            value = packed[0]
+            if const_expr(self.loads > 1):
+                value = packed[0] if i < 32 else packed[1]
+            value = cute.arch.shuffle_sync(value, i % 32)
+            token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
+            for half in cutlass.range_constexpr(2):
+                cute.copy(atom, source[None, head, half, token], target[None, i, half, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
+        """Zero the rows of V past a document's end, and say for every segment that V is clean."""
+        lane = cute.arch.lane_idx()
+        stage, phase, running = Int32(0), Int32(0), Int32(1)
+        while running != 0:
+            cute.arch.mbarrier_wait(kv_full + stage, phase)
+            running = info[1, stage]
+            if running != 0:
+                row = info[4, stage]
+                if row < BLOCK:
+                    zero = cute.make_rmem_tensor(8, BFloat16)
+                    zero.fill(0.0)
+                    while row < BLOCK:
+                        # A lane writes 8 of the 256 bytes twice: halves of 64 columns, 16 lanes for one row.
+                        line = row + lane // 16
+                        if line < BLOCK:
+                            piece = cute.local_tile(v_smem[line, None, stage], (8,), (lane % 16,))
+                            cute.autovec_copy(zero, piece)
+                        row += 2
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(v_clean + stage)
+                stage += 1
+                if stage == KV_STAGES:
+                    stage, phase = Int32(0), phase ^ 1
+
+    @cute.jit
+    def consume(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        q_smem: cute.Tensor,
+        k_smem: cute.Tensor,
+        v_smem: cute.Tensor,
+        meta: cute.Tensor,
+        info: cute.Tensor,
+        q_full: cute.Pointer,
+        q_empty: cute.Pointer,
+        kv_full: cute.Pointer,
+        kv_empty: cute.Pointer,
+        v_clean: cute.Pointer,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        first_token: Int32,
+        scale_log2: Float32,
+    ) -> None:
+        """One consumer warpgroup: every third tile of the CTA's sequence."""
+        thread, _, _ = cute.arch.thread_idx()
+        group = thread // 128
+        thread = thread % 128
+        lane = thread % 32
+        qk = qk_mma.get_slice(thread)
+        pv = pv_mma.get_slice(thread)
+        s_q = qk.make_fragment_A(qk.partition_A(q_smem))
+        s_k = qk.make_fragment_B(qk.partition_B(k_smem))
+        v_columns = cute.make_tensor(v_smem.iterator, cute.select(v_smem.layout, mode=[1, 0, 2]))
+        o_v = pv.make_fragment_B(pv.partition_B(v_columns))
+        row = (thread // 32) * 16 + lane // 4
+        kv_stage, kv_phase = Int32(0), Int32(0)
+        q_stage, q_phase = Int32(group), Int32(0)
+        # Tiles of this CTA before the segment's first one that is this group's.
+        ahead = Int32(group)
+        running = Int32(1)
+        while running != 0:
+            cute.arch.mbarrier_wait(kv_full + kv_stage, kv_phase)
+            running = info[1, kv_stage]
+            if running != 0:
+                index_head = info[2, kv_stage]
+                keys = info[4, kv_stage]
+                query_base = info[5, kv_stage]
+                shift = info[6, kv_stage]
+                index_heads = self.index_heads(partial_out, partial_lse)
+                tiles = (running + self.queries - 1) // self.queries
+                cute.arch.mbarrier_wait(v_clean + kv_stage, kv_phase)
+                while ahead < tiles:
+                    cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
+                    packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
+                    packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
+                    # Fresh fragments for each tile: an accumulator that outlives its tile would be an operand of the
+                    # next product as well, and 64 registers stay taken.
+                    s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
+                    p = pv.make_fragment_A(pv.partition_shape_A((ROWS, BLOCK)))
+                    # O takes the registers of S, of the same shape: ptxas would give it 64 others.
+                    o = s
+                    self.multiply(qk_mma, s, s_q[None, None, None, q_stage], s_k[None, None, None, kv_stage])
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(q_empty + q_stage)
+                    q_stage += CONSUMERS
+                    if q_stage >= Q_STAGES:
+                        q_stage, q_phase = q_stage - Q_STAGES, q_phase ^ 1
+                    limit_0 = cutlass.min((packed_0 & QUERY_MASK) + shift, keys - 1)
+                    limit_1 = cutlass.min((packed_1 & QUERY_MASK) + shift, keys - 1)
+                    sums = self.softmax(s, p, limit_0, limit_1, lane, scale_log2)
+                    self.multiply(pv_mma, o, p, o_v[None, None, None, kv_stage])
+                    for half in cutlass.range_constexpr(2):
+                        packed = packed_1 if half else packed_0
+                        if packed >= 0:
+                            token = query_base + (packed & QUERY_MASK) - first_token
+                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
+                            head = (row + 8 * half) % self.ratio
+                            self.store_row(o, partial_out, partial_lse, half, place, head, lane % 4, sums)
+                    ahead += CONSUMERS
+                ahead -= tiles
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(kv_empty + kv_stage)
+                kv_stage += 1
+                if kv_stage == KV_STAGES:
+                    kv_stage, kv_phase = Int32(0), kv_phase ^ 1
+
+    def index_heads(self, partial_out: cute.Tensor, partial_lse: cute.Tensor) -> Any:
+        """Index heads, the middle extent of ``partial_lse`` ``[tokens, Hkv, topk * ratio]``."""
+        return partial_lse.shape[1]
+
+    @cute.jit
+    def multiply(self, mma: cute.TiledMma, target: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
+        """``target = a b``, waited for."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, target, a[None, None, step], b[None, None, step], target)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def softmax(
+        self, s: cute.Tensor, p: cute.Tensor, limit_0: Int32, limit_1: Int32, lane: Int32, scale_log2: Float32
+    ) -> cute.Tensor:
+        """P = 2^(S - max) as bf16; returns per row of this thread (two) the sum and the scaled maximum.
+
+        Element ``4 j + 2 half + e`` of a fragment is row ``8 half``, column ``8 j + 2 (lane % 4) + e``.
+        """
+        values = cute.make_tensor(s.iterator, cute.make_layout(ROWS))
+        lowest = cutlass.min(limit_0, limit_1)
+        if cute.arch.vote_any_sync(lowest < BLOCK - 1):
+            column = 2 * (lane % 4)
+            for i in cutlass.range_constexpr(ROWS):
+                limit = limit_1 if i % 4 >= 2 else limit_0
+                if column + (8 * (i // 4) + i % 2) > limit:
+                    values[i] = -Float32.inf
+        sums = cute.make_rmem_tensor((2, 2), Float32)
+        packed = cute.make_tensor(p.iterator, cute.make_layout(ROWS))
+        for half in cutlass.range_constexpr(2):
+            peak = values[2 * half]
+            for i in cutlass.range_constexpr(ROWS):
+                if const_expr(i // 2 % 2 == half):
+                    peak = cute.arch.fmax(peak, values[i])
+            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
+            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
+            # A row that sees no key: any finite maximum gives P = 0 and the sum 0.
+            scaled = peak * scale_log2 if peak != -Float32.inf else Float32(0.0)
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(ROWS):
+                if const_expr(i // 2 % 2 == half):
+                    values[i] = cute.math.exp2(values[i] * scale_log2 - scaled, fastmath=True)
+                    total += values[i]
+            total += cute.arch.shuffle_sync_bfly(total, 1)
+            total += cute.arch.shuffle_sync_bfly(total, 2)
+            sums[half, 0] = total
+            sums[half, 1] = scaled
+        packed.store(values.load().to(BFloat16))
+        return sums
+
+    @cute.jit
+    def store_row(
+        self,
+        o: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        place: Int64,
+        head: Int32,
+        quad_lane: Int32,
+        sums: cute.Tensor,
+    ) -> None:
+        """One row of O, normalised, as four pieces of 16 bytes, and its LSE in base 2."""
+        values = cute.make_tensor(o.iterator, cute.make_layout(ROWS))
+        total = sums[half, 0]
+        inverse = 1.0 / total if total > 0.0 else Float32(0.0)
+        for group in cutlass.range_constexpr(4):
+            piece = cute.make_rmem_tensor(8, BFloat16)
+            scaled = cute.make_rmem_tensor(8, Float32)
+            for i in cutlass.range_constexpr(8):
+                scaled[i] = values[4 * (4 * group + i // 2) + 2 * half + i % 2] * inverse
+            piece.store(scaled.load().to(BFloat16))
+            offset = ((place * 4 + group) * self.ratio + head) * 32 + quad_lane * 8
+            target = cute.make_tensor(partial_out.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
+            cute.autovec_copy(piece, target)
+        if quad_lane == 0:
+            slot = cute.make_tensor(partial_lse.iterator + (place * self.ratio + head), cute.make_layout(1))
+            slot[0] = sums[half, 1] + cute.math.log2(total, fastmath=False)
+
+
+def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
+    """Compile the main pass.
+
+    Call with ``q`` bf16 ``[T, Hq, 128]``, ``k`` and ``v`` ``[total_k, Hkv, 128]``, ``qsplit_indices`` int32, flat,
+    ``segments`` int32 ``[chunks, capacity, 8]``, ``counters`` int32 ``[chunks, 2]``, ``partial_out`` bf16, flat,
+    ``partial_lse`` float32 ``[tokens, Hkv, topk * ratio]``, int32 ``chunk, first_token``, float32 softmax scale times
+    log2(e) (positive), int32 ``ctas``.
+    """
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    def fake(dtype: Any, align: int, *shape: Any) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+    size = cute.sym_int
+    keys, key_heads, chunks = size(), size(), size()
+    return cute.compile(
+        ForwardMain(ratio, topk),
+        fake(BFloat16, 16, size(), size(), HEAD_DIM), fake(BFloat16, 16, keys, key_heads, HEAD_DIM),
+        fake(BFloat16, 16, keys, key_heads, HEAD_DIM), fake(Int32, 4, size()),
+        fake(Int32, 4, chunks, size(), SEGMENT_FIELDS), fake(Int32, 4, chunks, COUNTER_FIELDS),
+        fake(BFloat16, 16, cute.sym_int64()), fake(Float32, 4, size(), key_heads, topk * ratio),
+        Int32(0), Int32(0), Float32(1.0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {arch}",
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""The benchmark's parts that need no GPU: workloads, counts, checks against float32, and what it says of failures."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from msa_vendored.__main__ import main
+from msa_vendored.backward.documents import BLOCK_SIZE
+from msa_vendored.bench import check, cli, peers, plots, report, runner, workload
+from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
+from msa_vendored.bench.implementations import Peer, Prepared, list_implementations
+from msa_vendored.bench.ours import LauncherCalls
+from msa_vendored.bench.timing import Timing
+from msa_vendored.bench.workload import Case, Operands
+
+CPU = torch.device("cpu")
+PACK = Case("pack", (140, 30, 1))
+
+
+@pytest.fixture(scope="module")
+def operands() -> Operands:
+    return workload.make_operands(PACK, CPU, seed=3)
+
+
+@pytest.mark.parametrize("selection", workload.SELECTIONS)
+def test_a_selection_is_causal_and_holds_the_own_block(selection: str) -> None:
+    """Guards counts and timings of a selection that training would never make."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(4096)
+    ids = workload.select_at_random(positions, 4096, selection, generator)
+    own = positions // BLOCK_SIZE
+    assert bool((ids <= own[None, :, None]).all())
+    assert bool((ids == own[None, :, None]).any(2).all())
+    assert bool(((ids >= 0).sum(2) == (own + 1).clamp(max=16)).all())
+    late = ids[:, 3000:]
+    assert bool((late[..., 1:] > late[..., :-1]).all())
+    near = (late > own[3000:, None] - workload.NEAREST).sum(2)
+    assert bool((near == workload.NEAREST).all()) == (selection == "mixed")
+    assert bool((late[..., 0] == 0).all()) == (selection == "mixed")
+
+
+def test_pairs_are_counted_exactly(operands: Operands) -> None:
+    """Guards TFLOP/s that are too high because a masked half of a block was counted."""
+    everything = torch.arange(PACK.tokens)
+    visible = [check.visible_keys(operands, everything, head, dense=False).sum() for head in range(4)]
+    assert operands.sparse_pairs == int(sum(visible))
+    assert PACK.dense_pairs == int(check.visible_keys(operands, everything, 0, dense=True).sum())
+    assert workload.forward_flops(3, 16) == 4 * 128 * 16 * 3
+
+
+def test_the_reference_passes_the_check_and_a_wrong_result_does_not(operands: Operands) -> None:
+    """Guards a yardstick that would let wrong gradients through, tensor by tensor."""
+    calls = LauncherCalls("reference", operands)
+    right = calls.collect()
+    errors = check.compare_sample(operands, right, dense=False)
+    assert set(errors) == set(runner.ERROR_LIMITS)
+    assert all(error <= runner.ERROR_LIMITS[name] for name, error in errors.items()), errors
+    shifted = {name: getattr(right, name).float() * 1.01 + 1e-3 for name in errors}
+    wrong = check.compare_sample(operands, check.Results(**shifted), dense=False)
+    assert [name for name, error in wrong.items() if not error > runner.ERROR_LIMITS[name]] == []
+
+
+def test_packs_have_the_tokens_asked_for(tmp_path: Path) -> None:
+    """Guards a cut pack with an empty or missing last document."""
+    lengths = workload.draw_pack(32768)
+    assert sum(lengths) == 32768
+    assert min(lengths) > 0
+    assert len(lengths) > 8
+    path = tmp_path / "packs.jsonl"
+    path.write_text('{"case_id":1,"cu_seqlens":[0,100,260]}\n{"case_id":2,"cu_seqlens":[0,200,260]}\n')
+    assert [case.lengths for case in workload.read_packs(path, 200)] == [(100, 100), (200,)]
+    assert [case.lengths for case in workload.read_packs(path)] == [(100, 160), (200, 60)]
+    path.write_text('{"case_id":1}\n')
+    with pytest.raises(BenchArgumentError, match="line 1"):
+        workload.read_packs(path)
+
+
+def test_the_flex_mask_keeps_the_pairs_of_the_selection() -> None:
+    """Guards a peer that is timed on other work than ours."""
+    case = Case("one", (512,))
+    operands = workload.make_operands(case, CPU, seed=1)
+    mask = peers.make_flex_mask(operands)
+    rows, keys = torch.arange(512 * 16)[:, None], torch.arange(512)[None]
+    for head in range(4):
+        kept = mask.mask_mod(torch.tensor(0), torch.tensor(head), rows, keys)
+        visible = check.visible_keys(operands, torch.arange(512), head, dense=False)
+        assert torch.equal(kept, visible.repeat_interleave(16, dim=0))
+        listed = mask.to_dense()[0, head].bool()
+        assert torch.equal(listed, visible.view(64, 8, 4, 128).any(3).any(1))
+
+
+def broken(operands: Operands) -> Prepared:
+    raise RuntimeError("no such kernel\nand more")
+
+
+def test_a_failing_peer_is_a_row_and_not_the_end(operands: Operands) -> None:
+    """Guards a run of minutes that is lost to one peer."""
+    peer = Peer("broken", False, "torch", broken)
+    (row,) = runner.run_guarded(PACK, peer, [operands], runner.Settings())
+    assert (row.status, row.note) == ("failed", "RuntimeError: no such kernel")
+
+
+def test_a_missing_peer_is_said_to_be_missing() -> None:
+    """Guards a table that looks complete."""
+    found = runner.find_version(Peer("x", False, "no-such-distribution", broken))
+    assert found == ("not installed: no-such-distribution", False)
+    with pytest.raises(PeerMissingError, match="cannot be imported"):
+        Peer("x", False, "torch", broken, module="no_such_module").find_version()
+    assert "multiples of 128" in str(Peer("x", False, "torch", broken, multiple=128).refuse(PACK))
+    assert "packed" in str(Peer("x", False, "torch", broken, single_document=True).refuse(PACK))
+
+
+def make_report() -> runner.Report:
+    def row(name: str, tokens: int, part: str, median_ms: float, **values: Any) -> runner.Row:
+        timing = Timing(median_ms, median_ms, median_ms, 20)
+        fields = {"timing": timing, "tflops": 100.0, "part": part, **values}
+        return runner.Row(f"{tokens} tokens", "random", tokens, 1, name, "dense" in name, **fields)
+
+    rows = [
+        row(name, tokens, part, tokens / scale)
+        for tokens in (4096, 8192)
+        for part in ("forward", "backward")
+        for name, scale in (("msa_vendored", 8000.0), (report.BASELINE, 2000.0))
+    ]
+    rows.append(row("flash-msa", 4096, "forward", 1.0, status="wrong", errors={"out": 0.5}))
+    rows.append(row("flex_attention", 4096, "", 1.0, timing=None, status="failed", note="RuntimeError: x"))
+    rows.append(row("other", 4096, "", 1.0, timing=None, status="absent", note="not installed: other"))
+    environment = {
+        "card": "a card", "driver": "1", "cuda": "13", "python": "3", "msa_vendored": "0", "packages": {"torch": "2"},
+    }  # fmt: skip
+    return runner.Report(environment, 800.0, 4.3, tuple(rows))
+
+
+def test_the_table_shows_ratios_failures_and_absences() -> None:
+    """Guards a wrong or failed peer that looks like a fast one."""
+    buffer = io.StringIO()
+    report.print_report(make_report(), Console(file=buffer, width=200))
+    text = buffer.getvalue()
+    assert "4.00" in text
+    assert "5.0e-01 WRONG" in text
+    assert "RuntimeError: x" in text
+    assert "other: absent, not installed: other" in text
+
+
+def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
+    """Guards a plot in which a wrong peer sets the record."""
+    pytest.importorskip("matplotlib")
+    found = make_report()
+    assert {row.implementation for row in plots.select_rows(found.rows, "forward")} == {"msa_vendored", report.BASELINE}
+    plots.save_plots(found, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards a benchmark of the CPU that is taken for one of the card."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the command would run")
+    assert main(["bench"]) == 1
+    assert "the benchmark needs a CUDA device" in capsys.readouterr().err
+
+
+def test_names_choose_implementations() -> None:
+    """Guards a typing error that measures nothing."""
+    assert [peer.name for peer in cli.choose_implementations(["flash-msa"])] == ["flash-msa"]
+    assert len(cli.choose_implementations([])) == len(list_implementations())
+    with pytest.raises(BenchArgumentError, match="no such implementation"):
+        cli.choose_implementations(["flsh"])
