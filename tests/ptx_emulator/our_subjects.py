@@ -53,16 +53,21 @@ class Loader:
             tiny: as ``check``, a smaller case.
             verifier: settings for the static verifier.
         """
-        run = lambda options: self._run(check, replace(options, suppress=tuple(suppress)))  # noqa: E731
+
+        def run(options: Options) -> Outcome:
+            return self._run(check, replace(options, suppress=tuple(suppress)))
+
+        def run_tiny(options: Options) -> Outcome:
+            return self._run(tiny or check, replace(options, suppress=tuple(suppress)))
+
         first = run(Options(checks=frozenset()))
         if first.wrong:
             raise AssertionError(f"{case}: {sorted(first.wrong)}")
-        small = tiny and (lambda options: self._run(tiny, replace(options, suppress=tuple(suppress))))
         made = []
         for label, part in parts.items():
             function, entry = self._find(part)
             kernels: dict[str, Kernel] = function.kernels
-            settings = (function.function.__ptx__, small, verifier or {}, label if len(parts) > 1 else "")
+            settings = (function.function.__ptx__, run_tiny, verifier or {}, label if len(parts) > 1 else "")
             made.append(Subject(case, kernels, entry, run, *settings))
         return made
 
@@ -81,6 +86,32 @@ class Loader:
         except Exception as error:  # noqa: BLE001 -- whatever a mutant's results lead to
             wrong = {f"{type(error).__name__}: {str(error)[:80]}"}
         return Outcome(self.report, frozenset(wrong))
+
+
+def backward_sm100() -> list[Subject]:
+    """The main kernel of the backward on SM100. The verifier gets full tasks: it takes no padding (-1) for a row."""
+    loader = Loader("sm_100a")
+    import sm100_backward as runs
+    from sm100_cases import Case, make_problem
+
+    from msa_vendored.backward.main_sm100 import compile_main
+
+    def make_check(case: Case) -> Callable[[], set[str]]:
+        problem = make_problem(case)
+
+        def check() -> set[str]:
+            arguments = runs.make_arguments(case, problem)
+            loader.load(compile_main, ratio=case.ratio, dq_accumulation=case.accumulation)(*arguments)
+            got = runs.read_accumulators(case, arguments[12:-2])
+            triples = zip(("dq", "dk", "dv"), got, problem.expected, strict=True)
+            limit = runs.MUTATED_TOLERANCE
+            return {name for name, a, b in triples if not float((a - b).norm() / b.norm()) <= limit}
+
+        return check
+
+    words = f"documents of {runs.MUTATED.lengths} tokens, 16/1 heads, top-k 2, one CTA"
+    small = make_check(Case((24,), topk=1, ctas=1))
+    return loader.subjects(make_check(runs.MUTATED), {"": "MainKernel"}, words, tiny=small)
 
 
 def backward_sm90() -> list[Subject]:
