@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from msa_vendored.backward.checks import ArgumentValueError, UnsupportedArgumentError, aligned_operand, require_shape
 from msa_vendored.backward.documents import BLOCK_SIZE
+from msa_vendored.compiling import load_kernel
 from msa_vendored.reference.arguments import require_block_size, require_cu_seqlens, require_qkv
 from msa_vendored.reference.forward_checks import (
     ForwardSchedule,
@@ -276,12 +275,6 @@ def run_forward(
             first,
             min(tokens, total_q - first),
         )
-
-
-@functools.cache
-def load_kernel(compile_stage: Callable[..., Any], *, arch: str, **options: int | bool) -> Any:
-    """The kernel that ``compile_stage`` makes, compiled once."""
-    return compile_stage(arch=arch, **options)
 
 
 @functools.cache
