@@ -148,13 +148,31 @@ def kernels(session: nox.Session, dsl: str) -> None:
         session.run("python", "-m", "msa_vendored.kernel_report", "--arch", arch, *session.posargs)
 
 
-@nox.session(reuse_venv=True)
-def mutate(session: nox.Session) -> None:
-    """Delete each synchronisation of a kernel in turn and see whether the emulator notices [-- forward|combine]."""
+def run_emulator_module(session: nox.Session, module: str, default: str) -> None:
+    """Run a command of tests/ptx_emulator against the built wheel, with the static verifier at hand."""
     install_test_environment(session)
+    install_group(session, "second-opinion", "--no-deps")
     install_wheel(session)
     env = {**SAFE_PATH, "PYTHONPATH": "tests"}
-    session.run("python", "-m", "ptx_emulator.mutate", *(session.posargs or ["forward"]), env=env)
+    session.run("python", "-m", f"ptx_emulator.{module}", *(session.posargs or [default]), env=env)
+
+
+@nox.session(reuse_venv=True)
+def mutate(session: nox.Session) -> None:
+    """Delete each synchronisation of a kernel in turn; fails below 90 % caught or shown redundant [-- KERNEL|all]."""
+    run_emulator_module(session, "mutate", "forward")
+
+
+@nox.session(reuse_venv=True)
+def sentry(session: nox.Session) -> None:
+    """Ask SentryWard, a static verifier, about small cases of kernels and about mutants of them [-- KERNEL|all]."""
+    run_emulator_module(session, "sentry", "all")
+
+
+@nox.session(reuse_venv=True)
+def speed(session: nox.Session) -> None:
+    """Print the emulator's table of instructions and seconds [-- KERNEL|all]."""
+    run_emulator_module(session, "speed", "all")
 
 
 @nox.session(reuse_venv=True)

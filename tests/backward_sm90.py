@@ -10,7 +10,7 @@ import torch
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
 
-from msa_vendored.backward.main_sm90 import dkv_sum_index, dq_sum_index
+from msa_vendored.backward.main_sm90 import dkv_sum_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +40,6 @@ class Call:
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients: dq like q; dk and dv of the tokens, ``[T, Hkv, 128]``; sums in ordinary order, not rounded."""
-        heads = min(self.problem.ratio, 8)
-        bf16 = self.dq_sum.dtype == torch.bfloat16
-        where = [[dq_sum_index(r, d, heads=heads, bf16=bf16) for d in range(128)] for r in range(heads)]
-        index = torch.tensor(where, device=self.dq_sum.device).view(-1)
-        dq = self.dq_sum.view(-1, heads * 128)[:, index].view(self.dq_sum.shape)
         where = [[dkv_sum_index(key, d) for d in range(128)] for key in range(128)]
         index = torch.tensor(where, device=self.dq_sum.device).view(-1)
         rows = self.problem.key_rows
@@ -52,7 +47,7 @@ class Call:
         for tensor in (self.dk_sum, self.dv_sum):
             blocks = tensor[:, :, index].view(*tensor.shape[:2], 128, 128)
             pair.append(blocks.transpose(1, 2).reshape(-1, tensor.shape[1], 128)[rows])
-        return dq, pair[0], pair[1]
+        return self.dq_sum, pair[0], pair[1]
 
 
 def prepare_call(

@@ -18,6 +18,7 @@ import sm100_backward as lab
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
+from sm100_cases import Case, count_segments, make_problem
 
 ROLES = ("start", "mma", "load", "rows", "compute", "reduce")
 WALKS = ((1, 64, 1), (2, 64, 2), (4, 64, 4), (8, 16, 8), (16, 8, 20), (3, 5, 3), (30, 3, 40))
@@ -42,9 +43,9 @@ def split_roles(program: Any, gathers: bool) -> dict[str, range]:
     return {role: range(a, b) for role, a, b in zip(roles, starts, starts[1:], strict=False)}
 
 
-def count(case: lab.Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[str]], tuple[int, int, int, int]]:
+def count(case: Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[str]], tuple[int, int, int, int]]:
     """Instructions of each role, by kind as well, and (tiles, segments, CTAs with and without work)."""
-    problem = lab.make_problem(case)
+    problem = make_problem(case)
     function = lab.compile_kernel(case.ratio, case.accumulation)
     (kernel,) = function.kernels.values()
     lab.launch(replace(case, ctas=ctas), problem, Options("eager", 0, frozenset()), Report())
@@ -61,7 +62,7 @@ def count(case: lab.Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[
     return (
         totals,
         kinds,
-        (problem.meta.shape[0], lab.count_segments(problem, ctas), min(chunks, ctas), max(0, ctas - chunks)),
+        (problem.meta.shape[0], count_segments(problem, ctas), min(chunks, ctas), max(0, ctas - chunks)),
     )
 
 
@@ -72,7 +73,7 @@ def main() -> int:
     cute_host.prepare()
     rows, sizes, kinds = [], [], []
     for ctas, chunk, launched in WALKS:
-        case = lab.Case((400,), ratio=ratio, accumulation=accumulation, ctas=ctas, chunk=chunk, poison=math.nan)
+        case = Case((400,), ratio=ratio, accumulation=accumulation, ctas=ctas, chunk=chunk, poison=math.nan)
         totals, kind, size = count(case, launched)
         rows.append(totals)
         sizes.append(size)
@@ -87,12 +88,12 @@ def main() -> int:
         residual = np.abs(matrix @ fit - values).max() / values.max()
         print(f"| {role} | " + " | ".join(f"{x:,.0f}" for x in fit) + f" | {residual:.1%} |")
     print("\nper tile and per segment, fitted, by kind:")
-    for kind in KINDS:
+    for name in KINDS:
         for role in rows[0]:
-            values = np.array([tally[role][kind] for tally in kinds], float)
+            values = np.array([tally[role][name] for tally in kinds], float)
             if values.any():
                 fit = np.linalg.lstsq(matrix, values, rcond=None)[0]
-                print(f"  {kind:24} {role:8} {fit[0]:9.1f} {fit[1]:9.1f}")
+                print(f"  {name:24} {role:8} {fit[0]:9.1f} {fit[1]:9.1f}")
     return 0
 
 

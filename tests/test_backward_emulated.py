@@ -21,6 +21,9 @@ TOLERANCE = 4e-3
 LAUNCHES = ("sum_rows", "clear", "read_items", "check_rows", "scan_windows", "write_tables", "", "convert")
 """Device functions in order; the main kernel's name is its author's."""
 
+CROWDED = {"lengths": [520], "ratio": 8, "multiprocessors": 6, "resident_ctas": 6}
+SCHEDULES = [["random", seed] for seed in (2, 1, 3)]
+
 CASES: dict[str, dict[str, Any]] = {
     "documents": {"lengths": [130, 1, 5], "schedules": [["random", 3]]},
     "two key heads, fp32, another ratio and scale": {
@@ -30,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
         "dq_accumulation": "fp32",
         "softmax_scale": 0.2,
     },
+    "many CTAs at once": {**CROWDED, "schedules": SCHEDULES},
+    "deterministic": {**CROWDED, "schedules": SCHEDULES[:2], "deterministic": True},
     "inconsistent": {"lengths": [40], "corrupt": "query"},
 }
 
@@ -64,6 +69,12 @@ def test_gradients_agree_with_float64(results: dict[str, list[dict[str, Any]]], 
         assert run["outside"] == 0.0
         assert run["error_word"] == 0
         assert run["raised"] == ""
+
+
+def test_deterministic_gradients_do_not_depend_on_who_comes_first(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Guards two CTAs that add to one sum; the same case without the option shows that the schedules differ enough."""
+    assert len({run["digest"] for run in results["deterministic"]}) == 1
+    assert len({run["digest"] for run in results["many CTAs at once"]}) > 1
 
 
 def test_every_stage_was_launched_in_order(results: dict[str, list[dict[str, Any]]]) -> None:

@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 
 from msa_vendored.backward import MSABackwardSchedule, engine, error_word, stages
 from msa_vendored.backward.arguments import require_operands, require_scale
-from msa_vendored.backward.checks import UnsupportedArgumentError
 from msa_vendored.backward.error_word import ErrorWord, ScheduleError
 from msa_vendored.backward.plan import Sizes, plan_call
-from msa_vendored.backward.stages import MainArguments, Stages, Structure, Walk, arch_of, load_stages
+from msa_vendored.backward.stages import (
+    REPEATABLE_WALKS,
+    MainArguments,
+    Pass,
+    Stages,
+    Structure,
+    Walk,
+    arch_of,
+    load_stages,
+)
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference import BackwardSchedule
@@ -163,10 +171,20 @@ def test_the_device_is_refused_before_anything_else_is_looked_at(monkeypatch: py
     assert caught.value.got == "device cpu"
 
 
-def test_determinism_that_the_kernels_lack_is_refused() -> None:
-    """Guards a run believed to be repeatable."""
-    with pytest.raises(UnsupportedArgumentError, match="in the order in which CTAs finish"):
-        load_stages(Structure("sm_100a", 16, "bf16", deterministic=True), load=lambda *a, **k: pytest.fail("loaded"))
+@pytest.mark.parametrize(("deterministic", "walks"), [(False, ["even"]), (True, ["blocks", "windows"])])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_determinism_takes_passes_that_own_what_they_add_to(arch: str, deterministic: bool, walks: list[str]) -> None:
+    """Guards a run believed to be repeatable whose CTAs add to one another's sums."""
+    pytest.importorskip("cutlass")
+    loaded: list[dict[str, Any]] = []
+
+    def load(compile_stage: Any, **options: Any) -> Callable[..., None]:
+        loaded.append(options)
+        return lambda *arguments: None
+
+    stages = load_stages(Structure(arch, 16, "bf16", deterministic), load=load)
+    assert [run.walk for run in stages.passes] == walks
+    assert [options["walk"] for options in loaded if "walk" in options] == walks
 
 
 @pytest.fixture
@@ -225,12 +243,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    fake = Stages(record("delta"), record("build_tasks"), record("main"), record("postprocess"), Walk(512, 64))
     monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
 
     def load(structure: Structure) -> Stages:
         calls.append(("load", structure))
-        return fake
+        passes = tuple(
+            Pass(walk, record("build_tasks")) for walk in (REPEATABLE_WALKS if structure.deterministic else ("even",))
+        )
+        return Stages(record("delta"), passes, record("main"), record("postprocess"), Walk(512, 64))
 
     monkeypatch.setattr(engine, "load_stages", load)
     monkeypatch.setattr(engine, "_ready", set())
@@ -261,11 +281,26 @@ def test_stages_run_in_order_on_one_allocation(recorded: list[tuple[str, Any]]) 
     assert post[1].data_ptr() == dq.data_ptr()
     assert post[3].data_ptr() == dk.data_ptr()
     assert dv.data_ptr() - dk.data_ptr() == dk.numel() * 2
-    assert main.grid == min(148, plan_call(check(call), 512).capacity)
+    assert main.grid == min(148, plan_call(check(call), 512, ("even",), 148).passes[0].capacity)
     workspace = {t.untyped_storage().data_ptr() for t in (main.delta, main.task_meta, main.dq_sum, main.dkv_sum)}
     assert len(workspace) == 1
     assert not main.dq_sum.any()
     assert not main.dkv_sum.any()
+
+
+def test_deterministic_passes_keep_what_they_own(recorded: list[tuple[str, Any]]) -> None:
+    """Guards a result taken from the pass in which several CTAs added to it, and sums of both passes in one."""
+    call = make_call(tokens=300, workspace_rows=384)
+    engine.run_backward(**call, deterministic=True)
+    names = ["load", "delta", "build_tasks", "main", "build_tasks", "main", "postprocess"]
+    assert [name for name, _ in recorded] == names
+    (_, by_blocks), (_, (first,)), (_, by_windows), (_, (second,)), (_, post) = recorded[2:]
+    assert post[2].data_ptr() == first.dkv_sum.data_ptr() != second.dkv_sum.data_ptr()
+    assert post[0].data_ptr() == second.dq_sum.data_ptr()
+    assert not second.dq_sum.any()
+    assert [build[14] for build in (by_blocks, by_windows)] == [300, 32]
+    assert [main.grid for main in (first, second)] == [4 * 3, 4 * 10]
+    assert [build[15] for build in (by_blocks, by_windows)] == [12, 40]
 
 
 def test_operands_reach_the_kernels_aligned_and_contiguous(recorded: list[tuple[str, Any]]) -> None:
@@ -343,22 +378,26 @@ SIZES = st.builds(
 )
 
 
-@given(SIZES)
-def test_the_plan_has_the_documented_size(sizes: Sizes) -> None:
+@given(SIZES, st.sampled_from([("even",), REPEATABLE_WALKS]))
+def test_the_plan_has_the_documented_size(sizes: Sizes, walks: tuple[str, ...]) -> None:
     """Guards the memory that the docstring promises, and tables that are smaller than the capacity."""
-    plan = plan_call(sizes, 512)
+    plan = plan_call(sizes, 512, walks, 132)
     shapes = {region.name: region.shape for region in plan.workspace.regions}
-    slots = 128 // sizes.ratio
-    assert shapes["task_meta"] == (plan.capacity, 4)
-    assert shapes["task_qrows"] == shapes["task_qpos"] == (plan.capacity, slots)
+    slots, capacity = 128 // sizes.ratio, max(p.capacity for p in plan.passes)
+    assert shapes["task_meta"] == (capacity, 4)
+    assert shapes["task_qrows"] == shapes["task_qpos"] == (capacity, slots)
+    assert shapes["descriptor"] == (max(p.descriptor_words for p in plan.passes),)
+    assert shapes["scratch"] == (max(p.scratch_words for p in plan.passes),)
     assert shapes["scratch"][0] % 4 == 0
     sums = sizes.tokens * sizes.query_heads * 128 * (2 if sizes.dq_accumulation == "bf16" else 4)
     sums += 2 * sizes.workspace_rows * sizes.key_heads * 128 * 4
     assert sums + 4 <= plan.workspace.zeroed_bytes < sums + 3 * 256
-    tables = 4 * (plan.capacity * (4 + 2 * slots) + shapes["scratch"][0] + 8)
+    tables = 4 * (capacity * (4 + 2 * slots) + shapes["scratch"][0] + shapes["descriptor"][0])
+    if len(walks) > 1:
+        tables += 2 * sizes.workspace_rows * sizes.key_heads * 128 * 4
     rest = plan.workspace.total_bytes - plan.workspace.zeroed_bytes
     delta = sizes.tokens * sizes.query_heads * 4
-    assert tables + delta <= rest < tables + delta + 6 * 256
+    assert tables + delta <= rest < tables + delta + 7 * 256
 
 
 def test_stages_module_names_the_dsl_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

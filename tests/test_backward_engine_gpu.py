@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from msa_vendored.backward.checks import UnsupportedArgumentError
 from msa_vendored.backward.engine import CaptureError, run_backward
 from msa_vendored.backward.error_word import ScheduleError, get_error_word
 from msa_vendored.errors import UnavailableError
@@ -244,10 +243,27 @@ def test_repeats_of_one_call_agree(call: Call) -> None:
         call.require_right(call.run())
 
 
+@pytest.mark.parametrize("dq_accumulation", ["bf16", "fp32"])
+@pytest.mark.parametrize(("ratio", "key_heads"), [(1, 2), (4, 1), (8, 2), (16, 4)])
+def test_deterministic_gradients_repeat_bit_by_bit(ratio: int, key_heads: int, dq_accumulation: str) -> None:
+    """Guards sums that two CTAs add to. Without the option, the same calls differ (next test)."""
+    call = make_call((700, 300), key_heads=key_heads, ratio=ratio)
+    first = call.run(deterministic=True, dq_accumulation=dq_accumulation, check=True)
+    call.require_right(first)
+    for _ in range(5):
+        again = call.run(deterministic=True, dq_accumulation=dq_accumulation)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_other_gradients_do_not_repeat() -> None:
+    """Guards the test before: if its case were too small to differ, it would prove nothing."""
+    call = make_call((700, 300))
+    first = call.run()
+    assert any(not torch.equal(first[0], call.run()[0]) for _ in range(20))
+
+
 def test_what_this_gpu_lacks_is_refused(call: Call) -> None:
-    """Guards options that are accepted and ignored, and tensors on the CPU."""
-    with pytest.raises(UnsupportedArgumentError):
-        call.run(deterministic=True)
+    """Guards tensors on the CPU."""
     with pytest.raises(UnavailableError):
         run_backward(
             **{name: tensor.cpu() for name, tensor in call.operands.items()},

@@ -36,10 +36,10 @@ DELETIONS: dict[str, tuple[str, int, str]] = {
 """Kind of the deleted instruction, which occurrence, and the finding that must come."""
 
 
-def run_example(arguments: list[str], folder: Path, requests: str = "") -> list[dict[str, Any]]:
+def run_example(folder: Path, requests: str) -> list[dict[str, Any]]:
     """Run ``ptx_emulator.hopper_example`` in a process of its own; its lines of JSON."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "ptx_emulator.hopper_example", *arguments]
+    command = [sys.executable, "-m", "ptx_emulator.hopper_example"]
     done = subprocess.run(
         command, input=requests, capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=environment
     )
@@ -49,12 +49,13 @@ def run_example(arguments: list[str], folder: Path, requests: str = "") -> list[
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every schedule, then every deletion, in one process that compiles once."""
+    """Every schedule, every deletion, then what was exported, in one process that compiles once."""
     requests: list[dict[str, Any]] = [{"schedule": s, "seed": seed, "tiles": 2} for s, seed in SCHEDULES]
     requests += [
         {"schedule": "eager", "seed": 1, "tiles": 1, "delete": [kind, nth]} for kind, nth, _ in DELETIONS.values()
     ]
-    return run_example([], tmp_path_factory.mktemp("hopper"), "\n".join(map(json.dumps, requests)))
+    requests.append({"export": str(tmp_path_factory.mktemp("export"))})
+    return run_example(tmp_path_factory.mktemp("hopper"), "\n".join(map(json.dumps, requests)))
 
 
 @pytest.mark.parametrize("schedule", range(len(SCHEDULES)), ids=lambda i: f"{SCHEDULES[i][0]}{SCHEDULES[i][1]}")
@@ -73,11 +74,11 @@ def test_deletion_is_found(results: list[dict[str, Any]], deletion: str) -> None
     assert DELETIONS[deletion][2] in results[place]["kinds"]
 
 
-def test_exported_function_runs(tmp_path: Path) -> None:
+def test_exported_function_runs(results: list[dict[str, Any]]) -> None:
     """A function from ``export_to_c`` and ``load_module``, as the on-disk cache has them; it needs its PTX given."""
-    results = run_example(["exported", str(tmp_path)], tmp_path)
-    assert len(results) == 2  # the object file and a shared library
-    for result in results:
+    exported = results[len(SCHEDULES) + len(DELETIONS) :]
+    assert len(exported) == 2  # the object file and a shared library
+    for result in exported:
         assert result["findings"] == []
         assert result["right"]
         assert "holds no PTX" in result["refusal"]

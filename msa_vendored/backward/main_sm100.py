@@ -14,12 +14,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from msa_vendored.backward import sm100_layout as plan
 from msa_vendored.backward import sm100_ptx as ptx
 from msa_vendored.backward.sm100_compute import ComputeRole
+from msa_vendored.backward.sm100_fixed_point import FixedPointReduceRole
 from msa_vendored.backward.sm100_layout import HEAD_DIM, TILE, Smem
 from msa_vendored.backward.sm100_mma import MultiplyRole
 from msa_vendored.backward.sm100_producers import ProducerRoles
@@ -53,11 +54,18 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         ctas: Int32,
         stream: Any,
     ) -> None:
+        """Launch; see :func:`compile_main`."""
+        tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
+        operands = (q, grad_out, k, v, lse, delta)
+        self._launch(operands, tables, (dq_pool, dkv, None, None), softmax_scale, ctas, stream)
+
+    @cute.jit
+    def _launch(self, operands: Any, tables: Any, out: Any, softmax_scale: Float32, ctas: Int32, stream: Any) -> None:
+        q, grad_out, k, v, lse, delta = operands
         q_map = self._row_map(q) if const_expr(plan.gathers_by_tma(self.ratio)) else None
         grad_out_map = self._row_map(grad_out) if const_expr(plan.gathers_by_tma(self.ratio)) else None
         maps = (q_map, grad_out_map, self._block_map(k), self._block_map(v))
-        tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
-        self.kernel(*maps, q, grad_out, lse, delta, *tables, dq_pool, dkv, k.shape[1], softmax_scale).launch(
+        self.kernel(*maps, q, grad_out, lse, delta, *tables, *out, k.shape[1], softmax_scale).launch(
             grid=(ctas, 1, 1),
             block=(plan.PLAN.threads, 1, 1),
             smem=plan.smem_bytes(self.ratio),
@@ -108,16 +116,21 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         document_workspace_starts: cute.Tensor,
         dq_pool: cute.Tensor,
         dkv: cute.Tensor,
+        dq_factor: Any,
+        dkv_factor: Any,
         key_heads: Int32,
         softmax_scale: Float32,
     ) -> None:
+        """Fills the context; CTAs beyond the last chunk do nothing more."""
         c = Context()
         c.descriptor, c.task_meta = _address(descriptor), _address(task_meta)
         c.task_qrows, c.task_qpos = _address(task_qrows), _address(task_qpos)
         c.cu_seqlens, c.document_workspace_starts = _address(cu_seqlens), _address(document_workspace_starts)
         c.q, c.grad_out, c.lse, c.delta = _address(q), _address(grad_out), _address(lse), _address(delta)
         c.dq_pool, c.dk = _address(dq_pool), _address(dkv)
-        c.dv = c.dk + Int64(dkv.shape[0]) * 2
+        c.dv = c.dk + Int64(dkv.shape[0]) * (dkv.element_type.width // 16)
+        if const_expr(dq_factor is not None):
+            c.dq_factor, c.dkv_factor = _address(dq_factor), _address(dkv_factor)
         c.k_map, c.v_map = ptx.tensor_map_address(k_map), ptx.tensor_map_address(v_map)
         if const_expr(plan.gathers_by_tma(self.ratio)):
             c.q_map, c.grad_out_map = ptx.tensor_map_address(q_map), ptx.tensor_map_address(grad_out_map)
@@ -155,53 +168,104 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
             self.reduce(c)
 
 
+class DeterministicKernel(FixedPointReduceRole, MainKernel):
+    """The variant whose sums do not depend on the order in which CTAs add."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        grad_out: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        descriptor: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        document_workspace_starts: cute.Tensor,
+        dq_pool: cute.Tensor,
+        dkv: cute.Tensor,
+        dq_factor: cute.Tensor,
+        dkv_factor: cute.Tensor,
+        softmax_scale: Float32,
+        ctas: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch; see :func:`compile_main`."""
+        tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
+        operands = (q, grad_out, k, v, lse, delta)
+        self._launch(operands, tables, (dq_pool, dkv, dq_factor, dkv_factor), softmax_scale, ctas, stream)
+
+
 def _address(tensor: cute.Tensor) -> Any:
     return Int64(tensor.iterator.toint())
 
 
-def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16") -> Any:
+def compile_main(
+    *, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16", deterministic: bool = False
+) -> Any:
     """Compile the main kernel for one architecture.
 
     Args:
         arch: ``sm_100a`` or ``sm_103a``.
         ratio: query heads for each key head, 1, 2, 4, 8 or 16.
-        dq_accumulation: dtype of ``dq_pool``: ``"bf16"`` or ``"fp32"``.
+        dq_accumulation: dtype of ``dq_pool``: ``"bf16"`` or ``"fp32"``; without effect if deterministic.
+        deterministic: sums in integers, see ``sm100_fixed_point``.
 
     Returns:
-        A function of (q, grad_out, k, v, lse, delta, task_meta, task_qrows, task_qpos, descriptor, cu_seqlens,
-        document_workspace_starts, dq_pool, dkv, softmax_scale, ctas). It adds to ``dq_pool`` and ``dkv``.
+        A function that adds to ``dq_pool`` and ``dkv`` (layouts in ``sm100_layout`` and ``sm100_fixed_point``). Tensors
+        are contiguous, on one device and 16-byte aligned, but ``cu_seqlens`` and ``document_workspace_starts`` 4-byte:
+
+        - q, grad_out: bf16 ``[T, Hq, 128]``; k, v: bf16 ``[W, Hkv, 128]``, W a multiple of 128
+        - lse (natural log), delta: fp32 ``[T, Hq]``
+        - task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts: int32, see ``tasks``
+        - dq_pool: flat, of ``dq_accumulation``, or int32; dkv: flat fp32, or int64
+        - if deterministic: dq_factor fp32 ``[T, Hq]``, dkv_factor fp32 ``[2]``, see ``fixed_point``
+        - softmax_scale: float; ctas: int, size of the grid
     """
-    dq_dtype = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32}[dq_accumulation]
-    fake = cute.runtime.make_fake_tensor
-    tokens, rows, documents = cute.sym_int(), cute.sym_int(divisibility=TILE), cute.sym_int()
+    tokens, rows = cute.sym_int(), cute.sym_int(divisibility=TILE)
     query_heads, key_heads, tasks = cute.sym_int(divisibility=ratio), cute.sym_int(), cute.sym_int()
-
-    def operand(length: Any, heads: Any) -> Any:
-        stride = (cute.sym_int64(divisibility=HEAD_DIM), HEAD_DIM, 1)
-        return fake(cutlass.BFloat16, (length, heads, HEAD_DIM), stride=stride, assumed_align=16)
-
-    def table(dtype: Any, *shape: Any) -> Any:
-        stride = tuple(n if isinstance(n, int) else cute.sym_int64() for n in shape[1:]) + (1,)
-        return fake(dtype, shape, stride=stride, assumed_align=16)
-
     slots = plan.slots(ratio)
-    statistics = [table(Float32, tokens, query_heads) for _ in range(2)]
-    tasks_tables = [table(Int32, tasks, 4), table(Int32, tasks, slots), table(Int32, tasks, slots)]
-    lists = [fake(Int32, (n,), stride=(1,), assumed_align=4) for n in (cute.sym_int(), documents)]
+    statistic = (Float32, tokens, query_heads)
+    operands = [
+        _fake(BFloat16, length, heads, HEAD_DIM) for length, heads in ((tokens, query_heads), (rows, key_heads))
+    ]
+    tables = [
+        _fake(Int32, tasks, 4),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, cute.sym_int()),
+    ]
+    lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
+    kernel: MainKernel
+    if deterministic:
+        kernel, pools = DeterministicKernel(ratio, Int32), (Int32, Int64)
+        factors = [_fake(*statistic), _fake(Float32, 2)]
+    else:
+        dq_dtype = {"bf16": BFloat16, "fp32": Float32}[dq_accumulation]
+        kernel, pools, factors = MainKernel(ratio, dq_dtype), (dq_dtype, Float32), []
     return cute.compile(
-        MainKernel(ratio, dq_dtype),
-        operand(tokens, query_heads),
-        operand(tokens, query_heads),
-        operand(rows, key_heads),
-        operand(rows, key_heads),
-        *statistics,
-        *tasks_tables,
-        table(Int32, cute.sym_int()),
+        kernel,
+        *(operands[0], operands[0], operands[1], operands[1]),
+        *(_fake(*statistic), _fake(*statistic)),
+        *tables,
         *lists,
-        table(dq_dtype, cute.sym_int64()),
-        table(Float32, cute.sym_int64()),
+        *(_fake(dtype, cute.sym_int64()) for dtype in pools),
+        *factors,
         Float32(1.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {arch}",
     )
+
+
+def _fake(dtype: Any, *shape: Any, alignment: int = 16) -> Any:
+    """A contiguous tensor without data; sizes are numbers or symbols."""
+    stride: tuple[Any, ...] = (1,)
+    for size in shape[:0:-1]:
+        known = isinstance(size, int) and isinstance(stride[0], int)
+        stride = (size * stride[0] if known else cute.sym_int64(divisibility=stride[0]), *stride)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=alignment)

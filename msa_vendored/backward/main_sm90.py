@@ -11,7 +11,10 @@ of the folded rows, Q_h, dO_h the 64 rows of the half::
     S^T = K_w Q_h^T             P^T = exp2(S^T * scale * log2(e) - lse * log2(e)), 0 where masked
     dP^T = V_w dO_h^T           dS^T = P^T * (scale * dP^T - scale * delta)
     dV_w += P^T dO_h            dK_w += dS^T Q_h            (P^T, dS^T are register operands)
-    dS_h -> shared memory;      after both halves, warpgroup w: dQ = dS_w K (64 rows x 128), added to global memory
+    dS_h -> shared memory;      after both halves, warpgroup w: dQ = dS_w K (64 rows x 128)
+
+dQ goes through the shared memory of its dS and is added to global memory by TMA; so are dK and dV at the end of a
+segment, through that of its last Q and dO.
 
 Call of the compiled function (:func:`compile_main`), all tensors on one device, contiguous, 16-byte aligned::
 
@@ -21,8 +24,8 @@ Call of the compiled function (:func:`compile_main`), all tensors on one device,
 - q, grad_out: bf16 ``[T, Hkv * ratio, 128]``; k, v: bf16 ``[W, Hkv, 128]``; lse (natural log), delta: fp32
   ``[T, Hkv * ratio]``; tables, ``descriptor`` int32 as :mod:`msa_vendored.backward.tasks` defines them;
   ``cu_seqlens`` int32 ``[documents + 1]``; ``document_workspace_starts`` int32 ``[documents]``.
-- dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller; see :func:`dq_sum_index` for the order of its
-  elements. dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller; see :func:`dkv_sum_index`.
+- dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller. In bf16 it is dQ and needs no postprocess.
+- dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller; :func:`dkv_sum_index` is their order.
 - softmax_scale: float32. grid: int32, CTAs to launch; one fits on a multiprocessor.
 
 The stream is that of the TVM FFI environment (torch's current stream).
@@ -38,13 +41,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from msa_vendored.backward.sm90_ops import (
     LOG2_E,
+    SWIZZLE_128B,
+    bulk_add_f32,
     exp2_approx,
     fma,
     multiply,
     pack_bf16,
-    red_add_bf16x8,
-    red_add_f32x4,
     store_matrix_x4,
+    store_shared_f32x2,
+    store_shared_f32x4,
     swizzled,
 )
 from msa_vendored.backward.tasks import DESCRIPTOR_WORDS
@@ -64,38 +69,22 @@ PLACE = 8
 """Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
 token row of a query to its last visible key in the block, 2 unused."""
 FIRST, LAST, MASKED = 1, 2, 4
+DQ_BYTES = 4096
+"""Shared memory of a warp's dQ: 16 rows of bf16, or 8 of fp32 at a time."""
 BARRIER_DS = 1
-"""Named barriers 1, 2: dS of half 0, 1 is stored; 3, 4: the other warpgroup may overwrite it; 5: K and V are cleaned;
-6, 7: the warpgroup's own warps may overwrite it."""
-
-
-def dq_sum_index(row: int, d: int, *, heads: int, bf16: bool) -> int:
-    """Where element (row, d) is in the ``heads * 128`` elements of ``dq_sum`` that begin at a multiple of ``heads``.
-
-    Threads add 16 bytes from their wgmma fragments, in which lane 4 r + a holds columns 2 a and 2 a + 1 of each 8. So
-    every 64 bytes hold 16 (fp32) or 32 (bf16) consecutive d of one row with (8-column group, a) transposed, and every
-    ``heads * 64`` bytes the rows of one such range.
-
-    Args:
-        row: query head modulo ``heads``.
-        d: 0 to 127.
-        heads: ``min(ratio, 8)``.
-        bf16: the type of the sums, else fp32.
-    """
-    groups = 4 if bf16 else 2
-    span, group, lane, bit = d // (8 * groups), d // 8 % groups, d % 8 // 2, d % 2
-    return ((span * heads + row) * 4 + lane) * 2 * groups + group * 2 + bit
+"""Named barriers 1, 2: dS of half 0, 1 is stored; 3, 4: the other warpgroup may overwrite it; 5: K and V are cleaned,
+or Q and dO were read for the last time in a segment; 6, 7: the warpgroup's own warps may overwrite dS."""
 
 
 def dkv_sum_index(key: int, d: int) -> int:
     """Where element (key of the block, d) is in the 128 * 128 elements of a block of ``dk_sum`` or ``dv_sum``.
 
-    Element 4 t + i of each 512 is accumulator i of thread t: keys 16 (t // 32) + t % 32 // 4 (+ 8 for i = 2, 3) and
-    columns 2 (t % 4) + i % 2 of the 8 that the 512 hold for 64 keys.
+    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are
+    8 columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
+    2 (l % 4) + i % 2.
     """
-    group, within = key // 64, key % 64
-    thread = within // 16 * 32 + within % 8 * 4 + d % 8 // 2
-    return (group * 16 + d // 8) * 512 + thread * 4 + within % 16 // 8 * 2 + d % 2
+    warp, lane, below = key // 16, key % 8 * 4 + d % 8 // 2, key % 16 // 8
+    return (warp * 16 + d // 8) * 128 + lane * 4 + below * 2 + d % 2
 
 
 class MainBackwardSm90:
@@ -110,6 +99,8 @@ class MainBackwardSm90:
         self.ratio = ratio
         self.slots = ROWS // ratio
         self.bf16_sum = dq_accumulation == "bf16"
+        # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
+        self.sum_width = 64 if self.bf16_sum else 32
         # With 8 or 16 heads one TMA box brings both 64-column halves of a token: [2][ratio][64] elements.
         self.wide = ratio >= 8
         self.group_stride = ratio * HEAD_DIM if self.wide else 8 * 64
@@ -128,10 +119,12 @@ class MainBackwardSm90:
         """Shared-memory layout of one TMA box: (64 columns, ratio rows, column halves, 1)."""
         halves = 2 if self.wide else 1
         inner = cute.make_layout((64, self.ratio, halves, 1), stride=(1, 64, self.column_stride, 0))
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, inner)
+        return cute.make_composed_layout(cute.make_swizzle(*SWIZZLE_128B), 0, inner)
 
-    def _tma(self, tensor: cute.Tensor, box: Any, shape: tuple[int, ...]) -> Any:
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, shape)
+    def _tma(self, tensor: Any, box: Any, shape: tuple[int, ...], operation: Any = None) -> tuple[Any, Any]:
+        """Copy atom and coordinate tensor of a TMA load, or of another operation."""
+        info = cpasync.make_tiled_tma_atom(operation or cpasync.CopyBulkTensorTileG2SOp(), tensor, box, shape)
+        return info[0], info[1]
 
     @cute.jit
     def __call__(
@@ -158,32 +151,36 @@ class MainBackwardSm90:
         """Host side: tensor maps and launch."""
         row_shape = (64, self.ratio, 2 if self.wide else 1, 1)
         rows = [self._split_columns(tensor) for tensor in (q, grad_out)]
-        (q_atom, q_map), (do_atom, do_map) = [self._tma_pair(t, self._token_box(), row_shape) for t in rows]
+        (q_atom, q_map), (do_atom, do_map) = [self._tma(t, self._token_box(), row_shape) for t in rows]
         key_box = cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((64, 1, 2, KEYS), stride=(1, 0, KEYS * 64, 64))
+            cute.make_swizzle(*SWIZZLE_128B), 0, cute.make_layout((64, 1, 2, KEYS), stride=(1, 0, KEYS * 64, 64))
         )
         keys = [self._split_columns(tensor) for tensor in (k, v)]
-        (k_atom, k_map), (v_atom, v_map) = [self._tma_pair(t, key_box, (64, 1, 2, KEYS)) for t in keys]
+        (k_atom, k_map), (v_atom, v_map) = [self._tma(t, key_box, (64, 1, 2, KEYS)) for t in keys]
+        sum_shape = (self.sum_width, min(self.ratio, 8), HEAD_DIM // self.sum_width, 1)
+        sum_stride = (1, self.sum_width, self.sum_width * min(self.ratio, 8), 0)
+        sum_box = cute.make_composed_layout(
+            cute.make_swizzle(*SWIZZLE_128B), 0, cute.make_layout(sum_shape, stride=sum_stride)
+        )
+        dq_atom, dq_map = self._tma(
+            self._split_columns(dq_sum, self.sum_width), sum_box, sum_shape, cpasync.CopyReduceBulkTensorTileS2GOp()
+        )
         mmas = (
             self._mma(HALF, warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K),
             self._mma(HEAD_DIM, warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN),
             self._mma(HEAD_DIM, warpgroup.OperandSource.SMEM, OperandMajorMode.MN, OperandMajorMode.MN),
         )
         self.kernel(
-            q_atom, q_map, do_atom, do_map, k_atom, k_map, v_atom, v_map, mmas,
+            q_atom, q_map, do_atom, do_map, k_atom, k_map, v_atom, v_map, dq_atom, dq_map, mmas,
             lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts, descriptor,
-            dq_sum, dk_sum, dv_sum, softmax_scale,
+            dk_sum, dv_sum, softmax_scale,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
-    def _tma_pair(self, tensor: Any, box: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        info = self._tma(tensor, box, shape)
-        return info[0], info[1]
-
-    def _split_columns(self, tensor: cute.Tensor) -> cute.Tensor:
-        """``[rows, heads, 128]`` as (64, heads, 2, rows)."""
+    def _split_columns(self, tensor: cute.Tensor, width: int = 64) -> cute.Tensor:
+        """``[rows, heads, 128]`` as (width, heads, 128 // width, rows)."""
         rows, heads, _ = tensor.shape
-        stride = tensor.stride
-        layout = cute.make_layout((64, heads, 2, rows), stride=(1, stride[1], 64, stride[0]))
+        stride = (1, tensor.stride[1], width, tensor.stride[0])
+        layout = cute.make_layout((width, heads, HEAD_DIM // width, rows), stride=stride)
         return cute.make_tensor(tensor.iterator, layout)
 
     def _storage(self) -> Any:
@@ -217,6 +214,8 @@ class MainBackwardSm90:
         k_map: cute.Tensor,
         v_atom: Any,
         v_map: cute.Tensor,
+        dq_atom: Any,
+        dq_map: cute.Tensor,
         mmas: Any,
         lse: cute.Tensor,
         delta: cute.Tensor,
@@ -226,7 +225,6 @@ class MainBackwardSm90:
         cu_seqlens: cute.Tensor,
         document_workspace_starts: cute.Tensor,
         descriptor: cute.Tensor,
-        dq_sum: cute.Tensor,
         dk_sum: cute.Tensor,
         dv_sum: cute.Tensor,
         softmax_scale: Float32,
@@ -258,7 +256,9 @@ class MainBackwardSm90:
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(shared, mmas, task_qrows, descriptor, dq_sum, dk_sum, dv_sum, softmax_scale)
+            self.consume(
+                shared, dq_atom, dq_map, mmas, task_qrows, descriptor, dk_sum, dv_sum, softmax_scale
+            )  # fmt: skip
 
     @cute.jit
     def chunk_interval(self, chunk: Int32, descriptor: cute.Tensor) -> tuple[Int32, Int32]:
@@ -454,10 +454,11 @@ class MainBackwardSm90:
     def consume(
         self,
         shared: Any,
+        dq_atom: Any,
+        dq_map: cute.Tensor,
         mmas: Any,
         task_qrows: cute.Tensor,
         descriptor: cute.Tensor,
-        dq_sum: cute.Tensor,
         dk_sum: cute.Tensor,
         dv_sum: cute.Tensor,
         softmax_scale: Float32,
@@ -470,9 +471,8 @@ class MainBackwardSm90:
         dv = cute.make_rmem_tensor(mma_kv.partition_shape_C((HALF, HEAD_DIM)), Float32)
         dk.fill(0.0)
         dv.fill(0.0)
-        count, segment = Int32(0), Int32(0)
-        # Both halves of dS are free at first.
-        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
+        s_dq, g_dq = self.partition_sums(dq_atom, shared.ds.data_ptr(), dq_map)
+        count, segment, last_flags = Int32(0), Int32(0), Int32(0)
         for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
             begin, end = self.chunk_interval(chunk, descriptor)
             for _task in cutlass.range(begin, end, 1, unroll=1):
@@ -489,30 +489,31 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
                 for half in cutlass.range_constexpr(2):
                     self.process_half(
-                        shared,
-                        mma_s,
-                        mma_kv,
-                        dk,
-                        dv,
-                        info,
-                        task_qrows,
-                        flags,
-                        half,
-                        stage,
-                        thread,
-                        group,
+                        shared, mma_s, mma_kv, dk, dv, info, task_qrows, flags, last_flags, half, stage, thread, group,
                         softmax_scale,
-                    )
-                self.add_dq(shared, mma_q, dq_sum, info, task_qrows, flags, thread, group)
+                    )  # fmt: skip
+                self.add_dq(shared, mma_q, dq_atom, s_dq, g_dq, info, task_qrows, flags, stage, thread, group)
                 if flags & LAST:
-                    self.flush(dk, dk_sum, info, thread, group)
-                    self.flush(dv, dv_sum, info, thread, group)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
+                    place = info[1] * dk_sum.shape[1] + info[0]
+                    cute.arch.barrier(barrier_id=5, number_of_threads=CONSUMERS)
+                    self.flush(shared, dv, dv_sum, place, stage, thread, group)
+                    self.flush(shared, dk, dk_sum, place, stage, thread, group)
+                last_flags = flags
                 count += 1
-        # Takes the arrival that no store of dS waited for.
-        cute.arch.barrier(barrier_id=BARRIER_DS + 3 - group, number_of_threads=CONSUMERS)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def partition_sums(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
+        """TMA views of dQ: shared (box, token of a warpgroup's half), global (box, group of heads, token)."""
+        heads = min(self.ratio, 8)
+        inner = (self.sum_width, heads, HEAD_DIM // self.sum_width, 1)
+        box = (1, self.sum_width, self.sum_width * heads, 0)
+        count = KEYS * ROWS * 2 // (heads * HEAD_DIM * (2 if self.bf16_sum else 4))
+        layout = cute.make_layout((inner, count), stride=(box, heads * HEAD_DIM))
+        dtype = BFloat16 if self.bf16_sum else Float32
+        pointer = cute.recast_ptr(base, cute.make_swizzle(*SWIZZLE_128B), dtype=dtype)
+        tiles = cute.group_modes(cute.local_tile(tensor_map, inner, (None, None, None, None)), 0, 4)
+        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(pointer, layout), tiles)
+        return s, g[None, 0, None, 0, None]
 
     @cute.jit
     def clean_keys(self, shared: Any, valid: Int32, thread: Int32, group: Int32) -> None:
@@ -546,6 +547,7 @@ class MainBackwardSm90:
         info: cute.Tensor,
         task_qrows: cute.Tensor,
         flags: Int32,
+        last_flags: Int32,
         half: cutlass.Constexpr,
         stage: Int32,
         thread: Int32,
@@ -598,8 +600,14 @@ class MainBackwardSm90:
                 high = s[at + 1] * fma(dp[at + 1], softmax_scale, -pair[1])
                 p_words[group8 * 2 + i] = pack_bf16(s[at], s[at + 1])
                 ds_words[group8 * 2 + i] = pack_bf16(low, high)
+        if cutlass.const_expr(half == 0):
+            self.free_ds(shared, last_flags, stage, group)
         if group != half:
             cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
+        elif cutlass.const_expr(half == 0):
+            cute.arch.barrier(barrier_id=6, number_of_threads=WARPGROUP)
+        else:
+            cute.arch.barrier(barrier_id=7, number_of_threads=WARPGROUP)
         self.store_ds(shared, ds_words, half, thread, group)
         cute.arch.fence_proxy("async.shared", space="cta")
         if group != half:
@@ -647,19 +655,43 @@ class MainBackwardSm90:
             store_matrix_x4(Int32(base) + column, [words[4 * j + i] for i in range(4)])
 
     @cute.jit
+    def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
+        """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
+        if last_flags & LAST:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + (stage ^ 1))
+
+    @cute.jit
     def add_dq(
         self,
         shared: Any,
         mma_q: Any,
-        dq_sum: cute.Tensor,
+        dq_atom: Any,
+        s_dq: cute.Tensor,
+        g_dq: cute.Tensor,
         info: cute.Tensor,
         task_qrows: cute.Tensor,
         flags: Int32,
+        stage: Int32,
         thread: Int32,
         group: Int32,
     ) -> None:
-        """DQ of the 64 folded rows of half ``group``, added to global memory."""
+        """DQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
         cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
+        # Lane i of a warp keeps the token of box i of its dQ.
+        boxes, warp, lane = 16 // min(self.ratio, 8), thread // 32, thread % 32
+        first = warp * 2 if self.ratio == 16 else (group * 4 + warp) * boxes
+        token, head = self.token_row(info, task_qrows, first + lane % boxes), info[0]
+        if cutlass.const_expr(self.ratio == 16):
+            head = head * 2 + group
+        warpgroup.wait_group(0)
+        if not flags & LAST:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
         thr = mma_q.get_slice(thread)
         ds = cute.make_tensor(
             swizzled(shared.ds.data_ptr() + group * (KEYS * 64)), cute.make_layout((HALF, KEYS), stride=(1, 64))
@@ -667,63 +699,98 @@ class MainBackwardSm90:
         keys = cute.make_tensor(
             swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
         )
-        warpgroup.wait_group(0)
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
         warpgroup.fence()
         multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
                  mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         # The four warps of a warpgroup wait for their parts of the product one by one.
         cute.arch.barrier(barrier_id=BARRIER_DS + 5 + group, number_of_threads=WARPGROUP)
         if flags & LAST:
-            cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
-        self.reduce_dq(dq, dq_sum, info, task_qrows, thread, group)
+        base = Int32(shared.ds.data_ptr().toint()) + (group * 4 + warp) * DQ_BYTES
+        first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * (2 if self.bf16_sum else 4)))
+        if cutlass.const_expr(self.bf16_sum):
+            self.store_dq_bf16(dq, base, lane)
+            self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, 0, boxes)
+        else:
+            for below in cutlass.range_constexpr(2):
+                if cutlass.const_expr(below == 1):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                self.store_dq_fp32(dq, base, below, lane)
+                self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, below * (boxes // 2), boxes // 2)
 
     @cute.jit
-    def reduce_dq(
+    def reduce_boxes(
         self,
-        dq: cute.Tensor,
-        dq_sum: cute.Tensor,
-        info: cute.Tensor,
-        task_qrows: cute.Tensor,
+        dq_atom: Any,
+        s_dq: cute.Tensor,
+        g_dq: cute.Tensor,
+        token: Int32,
+        head: Int32,
+        first_box: Int32,
+        first_lane: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+    ) -> None:
+        """Add boxes of this warp's shared memory to their tokens; token -1 lies outside of the tensor: no addition."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        for box in cutlass.range_constexpr(count):
+            row = cute.arch.shuffle_sync(token, first_lane + box)
+            cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row])
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_dq_bf16(self, dq: cute.Tensor, base: Int32, lane: Int32) -> None:
+        """16 rows of dQ to shared memory as boxes [token][column half][head][64], 128-byte swizzle."""
+        heads = min(self.ratio, 8)
+        row, below, upper = lane % 8, lane // 8 % 2, lane // 16
+        start = base + below * 2048 + row // heads * (heads * 256) + row % heads * 128
+        for j in cutlass.range_constexpr(8):
+            address = start + j // 4 * (heads * 128)
+            chunk = (2 * (j % 4) + upper) ^ (address // 128 % 8)
+            words = [pack_bf16(dq[8 * j + 2 * i], dq[8 * j + 2 * i + 1]) for i in range(4)]
+            store_matrix_x4(address + chunk * 16, words)
+
+    @cute.jit
+    def store_dq_fp32(self, dq: cute.Tensor, base: Int32, below: cutlass.Constexpr, lane: Int32) -> None:
+        """8 rows of dQ to shared memory as boxes [token][column quarter][head][32], 128-byte swizzle."""
+        heads = min(self.ratio, 8)
+        row, pair = lane // 4, lane % 4
+        start = base + row // heads * (heads * 512) + row % heads * 128
+        for j in cutlass.range_constexpr(16):
+            address = start + j // 4 * (heads * 128)
+            chunk = (2 * (j % 4) + pair // 2) ^ (address // 128 % 8)
+            store_shared_f32x2(address + chunk * 16 + pair % 2 * 8, [dq[4 * j + 2 * below + i] for i in range(2)])
+
+    @cute.jit
+    def flush(
+        self,
+        shared: Any,
+        sums: cute.Tensor,
+        target: cute.Tensor,
+        place: Int32,
+        stage: Int32,
         thread: Int32,
         group: Int32,
     ) -> None:
-        """Add a dQ fragment to its rows of global memory, 16 bytes at a time, in the order of ``dq_sum_index``."""
-        head, lane = info[0], thread % 32
-        size = 2 if self.bf16_sum else 4
-        groups = 4 if self.bf16_sum else 2
-        heads = min(self.ratio, 8)
-        base = dq_sum.iterator.toint()
-        for below in cutlass.range_constexpr(2):
-            row8 = thread // 32 * 2 + below
-            if cutlass.const_expr(self.ratio == 16):
-                slot, first = row8, group * 8
-            else:
-                slot, first = ((group * 8 + row8) * 8 + lane // 4) // self.ratio, 0
-            token = self.token_row(info, task_qrows, slot)
-            if token >= 0:
-                row = Int64(token) * Int64(dq_sum.shape[1]) + (head * self.ratio + first)
-                address = base + row * (HEAD_DIM * size) + (lane % (heads * 4)) * 16
-                for span in cutlass.range_constexpr(16 // groups):
-                    values = [dq[(span * groups + g) * 4 + below * 2 + i] for g in range(groups) for i in range(2)]
-                    target = address + span * (heads * 64)
-                    if cutlass.const_expr(self.bf16_sum):
-                        red_add_bf16x8(target, [pack_bf16(values[2 * j], values[2 * j + 1]) for j in range(4)])
-                    else:
-                        red_add_f32x4(target, values)
-
-    @cute.jit
-    def flush(self, sums: cute.Tensor, target: cute.Tensor, info: cute.Tensor, thread: Int32, group: Int32) -> None:
-        """Add dK or dV of a segment to global memory, in the order of ``dkv_sum_index``, and clear it."""
-        block = Int64(info[1]) * Int64(target.shape[1]) + Int64(info[0])
-        base = target.iterator.toint() + (block * 2 + group) * (HALF * HEAD_DIM * 4) + thread * 16
+        """Add a warp's 16 keys of dK or dV to global memory, in the order of ``dkv_sum_index``, and clear them."""
+        warp, lane = thread // 32, thread % 32
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        # Warpgroup 1 uses the Q of the stage, warpgroup 2 its dO, 8 KiB a warp.
+        base = Int32(shared.q.data_ptr().toint()) + group * (STAGES * TILE_BYTES) + stage * TILE_BYTES + warp * 8192
         for group8 in cutlass.range_constexpr(16):
-            red_add_f32x4(base + group8 * (512 * 4), [sums[group8 * 4 + i] for i in range(4)])
+            store_shared_f32x4(base + group8 * 512 + lane * 16, [sums[group8 * 4 + i] for i in range(4)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        offset = (Int64(place) * 8 + group * 4 + warp) * 8192
+        with cute.arch.elect_one():
+            bulk_add_f32(target.iterator.toint() + offset, base, 8192)
+        cute.arch.cp_async_bulk_commit_group()
         sums.fill(0.0)
 
 

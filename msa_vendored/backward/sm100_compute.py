@@ -79,7 +79,7 @@ class ComputeRole(Walker):
         return pairs
 
     def _causal_bias(self, c: Context, stage: Any, half: int, key: Any) -> Callable[[int], list[Any]]:
-        """A function from quad (of query rows) to two pairs to add to the exponents: 0 where the key is seen, or -inf."""
+        """A function from a quad of query rows to two pairs to add to exponents: 0 where the key is seen, or -inf."""
         size, count = plan.position_bytes(self.ratio), self.slots // 2
         base = c.smem + stage * (self.slots * size)
         first = Smem.POSITIONS + half * count * size
@@ -111,7 +111,7 @@ class ComputeRole(Walker):
     def _differentiate(
         self, c: Context, lanes: Any, stage: Any, quarter: int, weights: list[Any], scale: Any
     ) -> list[Any]:
-        """dS of 32 query rows as 16 words of two bf16."""
+        """Computes dS of 32 query rows as 16 words of two bf16."""
         grads = ptx.load_tensor(lanes + (Column.DP + 32 * quarter), 32)
         rows = c.smem + stage * (TILE * 4)
         words = []

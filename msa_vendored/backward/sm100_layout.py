@@ -11,10 +11,10 @@ a compute thread owns one key and the row statistics are the same for a whole wa
 Accumulators that the kernel adds to (zero them before the launch; ``postprocess`` turns them into bf16):
 
 - ``dq_pool``, flat, ``[T, Hq // g, 128, g]`` with ``g = head_group(ratio, dq_bytes)`` heads innermost:
-  element ``(t, h, d)`` lies at ``((t * (Hq // g) + h // g) * 128 + d) * g + h % g``. A thread then owns ``g`` heads of one
-  ``d``: one reduction of 16 bytes without an exchange between lanes, 512 consecutive bytes a warp.
-- ``dkv``, flat fp32, ``[2, W // 128, Hkv, 32, 128, 4]``: which (0 dK, 1 dV), key block, key head, ``d // 4``, key in block,
-  ``d % 4``. A thread owns one key: again 16 bytes each, 512 consecutive bytes a warp, no exchange.
+  element ``(t, h, d)`` lies at ``((t * (Hq // g) + h // g) * 128 + d) * g + h % g``. A thread then owns ``g`` heads of
+  one ``d``: one reduction of 16 bytes without an exchange between lanes, 512 consecutive bytes a warp.
+- ``dkv``, flat fp32, ``[2, W // 128, Hkv, 32, 128, 4]``: which (0 dK, 1 dV), key block, key head, ``d // 4``, key in
+  block, ``d % 4``. A thread owns one key: again 16 bytes each, 512 consecutive bytes a warp, no exchange.
 """
 
 from __future__ import annotations
@@ -87,11 +87,10 @@ class Barrier(IntEnum):
     DS_READY = 20
     DQ_FULL = 22
     DQ_EMPTY = 23
-    DKV_FULL = 24
-    DKV_EMPTY = 25
+    DKV_EMPTY = 24
 
 
-BARRIERS = 26
+BARRIERS = 25
 COMPUTE_WARPS = 4
 REDUCE_WARPS = 4
 ARRIVALS = {
@@ -187,7 +186,7 @@ def k_step_bytes(step: int, *, along_dims: bool) -> int:
 
 
 def instruction_descriptor(*, a_along_rows: bool, b_along_rows: bool) -> int:
-    """tcgen05.mma kind::f16, 128x128, bf16 operands, fp32 result; whether K runs along the rows of A and B in memory."""
+    """For tcgen05.mma kind::f16, 128x128, bf16 to fp32; whether K runs along the rows of A and B in memory."""
     f32, bf16 = 1, 1
     majors = int(a_along_rows) << 15 | int(b_along_rows) << 16
     return f32 << 4 | bf16 << 7 | bf16 << 10 | majors | TILE // 8 << 17 | TILE // 16 << 24

@@ -15,10 +15,14 @@ from msa_vendored.backward.sm100_walk import Context, Walker
 
 
 class MultiplyRole(Walker):
-    """The mma warp."""
+    """The mma warp: one elected lane issues, all wait."""
 
     @cute.jit
     def multiply(self, c: Context) -> None:
+        """The products of the CTA's tiles: dV(i), dP(i), S(i+1), dK(i), dQ(i); S of a new segment comes last.
+
+        In the first tile of a segment dP precedes dV, which must wait until the dV before it has been read.
+        """
         self.enter(c)
         first, _ = self.interval(c, c.chunk)
         document, head, block, _ = self.meta(c, first)
@@ -54,7 +58,7 @@ class MultiplyRole(Walker):
                     self._multiply_s(c, tile + 1)
                 document, head, block = next_document, next_head, next_block
                 tile += 1
-        ptx.wait_barrier(self.barrier(c, Barrier.DQ_EMPTY), (tile - 1) % 2)
+        # The reduce warps have read the last dQ before they read the last dK.
         ptx.wait_barrier(self.barrier(c, Barrier.DKV_EMPTY), segment % 2)
         ptx.fence_after_wait()
         ptx.free_tensor_memory(c.tmem, plan.TMEM_COLUMNS)
@@ -62,11 +66,11 @@ class MultiplyRole(Walker):
     @cute.jit
     def _await_block(self, c: Context, full: Any, offset: Any, segment: Any, document: Any, block: Any) -> None:
         """Waits for K or V and clears what lies past the end of the document, where 0 * NaN would be NaN."""
-        ptx.wait_barrier(self.barrier(c, full), segment % 2)
         start = ptx.load_global_ints(c.cu_seqlens + Int64(document) * 4, 1)[0]
         stop = ptx.load_global_ints(c.cu_seqlens + Int64(document) * 4 + 4, 1)[0]
         workspace = ptx.load_global_ints(c.document_workspace_starts + Int64(document) * 4, 1)[0]
-        keys = workspace + stop - start - block * TILE
+        keys = cutlass.max(workspace + stop - start - block * TILE, 0)
+        ptx.wait_barrier(self.barrier(c, full), segment % 2)
         if keys < TILE:
             for row in cutlass.range(keys, TILE, unroll=1):
                 group = c.smem + offset + row // plan.SWIZZLE_ROWS * plan.GROUP_BYTES
@@ -111,7 +115,7 @@ class MultiplyRole(Walker):
 
     @cute.jit
     def _multiply_dv(self, c: Context, stage: Any, phase: Any, accumulate: Any) -> None:
-        """dV += P^T dO, half of the query rows at a time."""
+        """Adds P^T dO to dV, half of the query rows at a time."""
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.P_READY, half), phase)
             ptx.fence_after_wait()
@@ -121,7 +125,7 @@ class MultiplyRole(Walker):
 
     @cute.jit
     def _multiply_dk_dq(self, c: Context, stage: Any, phase: Any, accumulate: Any, last: Any) -> None:
-        """dK += dS^T Q, half of the query rows at a time, then dQ^T = K^T dS^T."""
+        """Adds dS^T Q to dK, half of the query rows at a time, then computes dQ^T = K^T dS^T."""
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.DS_READY, half), phase)
             ptx.fence_after_wait()
@@ -130,8 +134,6 @@ class MultiplyRole(Walker):
                 self._multiply_rows(c.tmem + Column.DK, c.tmem + Column.DP, q, half, accumulate)
         with ptx.elect():
             ptx.commit(self.barrier(c, Barrier.Q_EMPTY, stage))
-            if last:
-                ptx.commit(self.barrier(c, Barrier.DKV_FULL))
             self._multiply_dq(c)
             ptx.commit(self.barrier(c, Barrier.DQ_FULL))
             if last:

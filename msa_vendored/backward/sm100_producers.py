@@ -24,17 +24,19 @@ class ProducerRoles(Walker):
 
     @cute.jit
     def load(self, c: Context) -> None:
-        """K and V of each segment by TMA, and Q and dO of each tile: both by TMA boxes, or only Q, lane by lane."""
+        """K and V of each segment by TMA, and dO and Q of each tile, in the order in which the mma warp frees them."""
         self.enter(c)
         tile, segment, head_before, block_before = Int32(0), Int32(0), Int32(-1), Int32(-1)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
             begin, end = self.interval(c, chunk)
             for task in cutlass.range(begin, end, unroll=1):
                 _, head, block, _ = self.meta(c, task)
+                if head != head_before or block != block_before:
+                    self._prefetch_block(c, head, block)
                 if cutlass.const_expr(plan.gathers_by_tma(self.ratio)):
                     tokens = self.query_rows(c, task, 0, self.slots)
-                    self._copy_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q_map), tile, head, tokens)
                     self._copy_rows(c, (Barrier.DO_EMPTY, Barrier.DO_FULL, Smem.DO, c.grad_out_map), tile, head, tokens)
+                    self._copy_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q_map), tile, head, tokens)
                 if head != head_before or block != block_before:
                     self._copy_block(c, (Barrier.V_EMPTY, Barrier.V_FULL, Smem.V, c.v_map), segment, head, block)
                     self._copy_block(c, (Barrier.K_EMPTY, Barrier.K_FULL, Smem.K, c.k_map), segment, head, block)
@@ -65,19 +67,26 @@ class ProducerRoles(Walker):
             group = block * (TILE // plan.SWIZZLE_ROWS)
             ptx.copy_tensor(c.smem + offset, tensor_map, (0, 0, 0, group, head), self.barrier(c, full))
 
+    @cute.jit
+    def _prefetch_block(self, c: Context, head: Any, block: Any) -> None:
+        """To L2: the copy itself must wait until the last dQ of the segment before has read K."""
+        with ptx.elect():
+            for tensor_map in (c.k_map, c.v_map):
+                ptx.prefetch_tensor(tensor_map, (0, 0, 0, block * (TILE // plan.SWIZZLE_ROWS), head))
+
     # -- gather: a key head of fewer than 8 query heads fills no group of 8 rows, so boxes would be 128 to 512 bytes ---
 
     @cute.jit
     def gather(self, c: Context) -> None:
-        """Q and dO of each tile by cp.async, two rows an instruction; dO, needed later, goes second."""
+        """Copies dO and Q of each tile by cp.async, two rows an instruction."""
         self.enter(c)
         tile = Int32(0)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
             begin, end = self.interval(c, chunk)
             for task in cutlass.range(begin, end, unroll=1):
                 _, head, _, _ = self.meta(c, task)
-                self._gather_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q), tile, head, task)
                 self._gather_rows(c, (Barrier.DO_EMPTY, Barrier.DO_FULL, Smem.DO, c.grad_out), tile, head, task)
+                self._gather_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q), tile, head, task)
                 tile += 1
 
     @cute.jit

@@ -59,14 +59,17 @@ def unpack(pair: Any) -> tuple[Any, Any]:
 
 
 def fma_pair(a: Any, b: Any, c: Any) -> Any:
+    """Computes a * b + c of pairs, rounded once."""
     return _assemble("fma.rn.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)[0]
 
 
 def mul_pair(a: Any, b: Any) -> Any:
+    """Computes a * b of pairs."""
     return _assemble("mul.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
 def add_pair(a: Any, b: Any) -> Any:
+    """Computes a + b of pairs."""
     return _assemble("add.rn.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)[0]
 
 
@@ -78,6 +81,16 @@ def exp2(x: Any) -> Any:
 def to_bf16x2(low: Any, high: Any) -> Any:
     """Both rounded to nearest even, ``low`` in the lower half."""
     return _assemble("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
+
+
+def to_int32(value: Any) -> Any:
+    """Rounded to the nearest, ties to even; saturates."""
+    return _assemble("cvt.rni.s32.f32 $0, $1;", [Int32], [value], pure=True)[0]
+
+
+def to_int64(value: Any) -> Any:
+    """Rounded to the nearest, ties to even; saturates."""
+    return _assemble("cvt.rni.s64.f32 $0, $1;", [Int64], [value], pure=True)[0]
 
 
 def bits(value: Any) -> Any:
@@ -107,6 +120,7 @@ def load_global_ints(address: Any, count: int) -> list[Any]:
 
 
 def load_global_floats(address: Any, count: int) -> list[Any]:
+    """``count`` fp32 (1, 2 or 4) that nothing writes during the launch."""
     if count == 1:
         return _assemble("ld.global.nc.f32 $0, [$1];", [Float32], [address])
     text = f"ld.global.nc.v{count}.f32 {_list(0, count)}, [${count}];"
@@ -119,6 +133,7 @@ def load_shared_pairs(address: Any, offset: int) -> list[Any]:
 
 
 def load_shared_ints(address: Any, offset: int, count: int) -> list[Any]:
+    """``count`` int32 (1, 2 or 4)."""
     if count == 1:
         return _assemble(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
     return _assemble(f"ld.shared.v{count}.b32 {_list(0, count)}, [${count}+{offset}];", [Int32] * count, [address])
@@ -142,6 +157,16 @@ def add_global_floats(address: Any, values: Sequence[Any], offset: int = 0, wher
 def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0, where: Any = None) -> None:
     """Reduction of 1, 2 or 4 consecutive words of two bf16; only if ``where`` is not negative."""
     _reduce(".noftz", "bf16x2", address, words, offset, where)
+
+
+def add_global_int32(address: Any, value: Any, offset: int = 0, where: Any = None) -> None:
+    """Reduction of an int32; only if ``where`` is not negative."""
+    _reduce("", "s32", address, [value], offset, where)
+
+
+def add_global_int64(address: Any, value: Any, offset: int = 0) -> None:
+    """Reduction of an int64."""
+    _reduce("", "u64", address, [value], offset, None)
 
 
 def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offset: int, where: Any) -> None:
@@ -197,6 +222,12 @@ def copy_tensor(target: Any, tensor_map: Any, coordinates: Sequence[Any], barrie
     _assemble(text, [], [target, tensor_map, *(Int32(c) for c in coordinates), barrier])
 
 
+def prefetch_tensor(tensor_map: Any, coordinates: Sequence[Any]) -> None:
+    """One box of a rank-5 map to L2."""
+    text = "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [$0, {$1,$2,$3,$4,$5}];"
+    _assemble(text, [], [tensor_map, *(Int32(c) for c in coordinates)])
+
+
 # -- tcgen05 ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +273,7 @@ def store_tensor(address: Any, words: Sequence[Any], offset: int = 0) -> None:
 
 
 def wait_tensor_stores() -> None:
+    """Until this warp's :func:`store_tensor` have written."""
     _assemble("tcgen05.wait::st.sync.aligned;", [], [])
 
 
@@ -266,6 +298,7 @@ def allocate_tensor_memory(address: Any, columns: int) -> None:
 
 
 def free_tensor_memory(address: Any, columns: int) -> None:
+    """Gives back what :func:`allocate_tensor_memory` took."""
     _assemble(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [address])
 
 
@@ -276,14 +309,17 @@ def wait_barrier(address: Any, parity: Any) -> None:
 
 
 def arrive(address: Any) -> None:
+    """One arrival at an mbarrier; what this thread did before is seen by those who waited."""
     _assemble("mbarrier.arrive.shared::cta.b64 _, [$0];", [], [address])
 
 
 def arrive_expecting(address: Any, size_bytes: int) -> None:
+    """One arrival; the phase also waits for so many bytes of copies."""
     _assemble(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size_bytes};", [], [address])
 
 
 def initialise_barrier(address: Any, arrivals: int) -> None:
+    """Makes an mbarrier; to be published by a fence and a barrier of the CTA."""
     _assemble(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", [], [address])
 
 

@@ -21,11 +21,11 @@ class ReduceRole(Walker):
 
     @cute.jit
     def reduce(self, c: Context) -> None:
-        """dQ of each tile, dK and dV of each segment. A thread owns a head dim, then a key."""
+        """Adds dQ of each tile, dK and dV of each segment. A thread owns a head dim, then a key."""
         self.enter(c)
         lane_in_tile = (c.warp % 4) * 32 + c.lane
         lanes = c.tmem + ((c.warp % 4) << 21)
-        tile, segment = Int32(0), Int32(0)
+        tile = Int32(0)
         first, _ = self.interval(c, c.chunk)
         _, head, block, _ = self.meta(c, first)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
@@ -38,10 +38,8 @@ class ReduceRole(Walker):
                 ptx.fence_after_wait()
                 self._reduce_dq(c, lanes, lane_in_tile, task, head, tokens)
                 if (next_head != head) | (next_block != block) | (more == 0):
-                    ptx.wait_barrier(self.barrier(c, Barrier.DKV_FULL), segment % 2)
-                    ptx.fence_after_wait()
+                    # The signal of dQ comes after all products before it, and dK and dV are among them.
                     self._reduce_dkv(c, lanes, lane_in_tile, head, block)
-                    segment += 1
                 head, block = next_head, next_block
                 tile += 1
 
@@ -50,7 +48,7 @@ class ReduceRole(Walker):
         self.arrive_once(self.barrier(c, which))
 
     def _reduce_dq(self, c: Context, lanes: Any, dim: Any, task: Any, head: Any, tokens: list[Any]) -> None:
-        """Column n of dQ^T is row n of the tile: heads of one token side by side, ``group`` of them in one reduction."""
+        """Column n of dQ^T is row n of the tile: a token's heads are side by side, ``group`` in a reduction."""
         values = []
         for half in range(2):
             part = ptx.load_tensor(lanes + (Column.DP + 64 * half), 64)

@@ -18,34 +18,33 @@ def swizzled(pointer: Any) -> Any:
     return cute.recast_ptr(pointer, cute.make_swizzle(*SWIZZLE_128B), dtype=BFloat16)
 
 
-@dsl_user_op
-def red_add_f32x4(address: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """``global[address : address + 16] += values``, four fp32, one 16-byte reduction of the thread."""
-    operands = [Int64(address).ir_value(loc=loc, ip=ip), *[Float32(v).ir_value(loc=loc, ip=ip) for v in values]]
+def _emit(text: str, constraints: str, operands: list[Any]) -> None:
     llvm.inline_asm(
-        None,
-        operands,
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
+        None, operands, text, constraints, has_side_effects=True, is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    )  # fmt: skip
 
 
 @dsl_user_op
-def red_add_bf16x8(address: Int64, words: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """``global[address : address + 16] += words``, four registers of two bf16."""
-    operands = [Int64(address).ir_value(loc=loc, ip=ip), *[Int32(w).ir_value(loc=loc, ip=ip) for w in words]]
-    llvm.inline_asm(
-        None,
-        operands,
-        "red.relaxed.gpu.global.add.noftz.v4.bf16x2 [$0], {$1, $2, $3, $4};",
-        "l,r,r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+def bulk_add_f32(target: Int64, source: Int32, size_bytes: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add fp32 from shared memory to global memory, asynchronously; part of the thread's next bulk group."""
+    operands = [Int64(target).ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
+    operands.append(Int32(size_bytes).ir_value(loc=loc, ip=ip))
+    _emit("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r", operands)
+
+
+@dsl_user_op
+def store_shared_f32x2(address: Int32, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Two fp32 to shared memory, 8-byte aligned."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), *[Float32(v).ir_value(loc=loc, ip=ip) for v in values]]
+    _emit("st.shared.v2.f32 [$0], {$1, $2};", "r,f,f", operands)
+
+
+@dsl_user_op
+def store_shared_f32x4(address: Int32, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Four fp32 to shared memory, 16-byte aligned."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), *[Float32(v).ir_value(loc=loc, ip=ip) for v in values]]
+    _emit("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f", operands)
 
 
 @dsl_user_op

@@ -1,6 +1,7 @@
 """Merges the partial outputs of the blocks that a query selected: ``out = sum_s w_s O_s / sum_s w_s``.
 
-Partial outputs are bf16 and normalised, partial LSEs are base-2 logarithms of scaled logits, so ``w_s = 2^(lse_s - max)``.
+Partial outputs are bf16 and normalised, partial LSEs are base-2 logarithms of scaled logits, so
+``w_s = 2^(lse_s - max)``.
 The pass reads every partial output once and is bound by memory: each thread keeps 16 bytes of up to 16 slots in
 flight, 64 KB for a CTA.
 
@@ -143,9 +144,7 @@ class CombinePartials:
             for i in cutlass.range_constexpr(batch):
                 if first + i < count:
                     offset = ((Int64(pair) * self.topk + first + i) * self.threads_per_pair + piece) * 8
-                    source = cute.make_tensor(
-                        partial_out.iterator + cute.assume(offset, divby=8), cute.make_layout(8)
-                    )
+                    source = cute.make_tensor(partial_out.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
                     cute.autovec_copy(source, loaded[None, i])
             for i in cutlass.range_constexpr(batch):
                 weight = cute.math.exp2(levels[first + i] - peak, fastmath=True)

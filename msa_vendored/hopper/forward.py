@@ -267,7 +267,13 @@ def run_forward(
             scale * math.log2(math.e), ctas,
         )  # fmt: skip
         combine(
-            partial_out, partial_lse.view(-1), split_counts, out, lse, factor.view(-1), first,
+            partial_out,
+            partial_lse.view(-1),
+            split_counts,
+            out,
+            lse,
+            factor.view(-1),
+            first,
             min(tokens, total_q - first),
         )
 

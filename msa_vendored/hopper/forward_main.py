@@ -317,9 +317,7 @@ class ForwardMain:
                 cute.copy(atom, source[None, head, half, token], target[None, i, half, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def clear_tails(
-        self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer
-    ) -> None:
+    def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
         """Zero the rows of V past a document's end, and say for every segment that V is clean."""
         lane = cute.arch.lane_idx()
         stage, phase, running = Int32(0), Int32(0), Int32(1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 THREADS = 1024
 SEGMENT_FIELDS = 8
@@ -141,9 +141,7 @@ class BuildSegments:
         return begin, count
 
     @cute.jit
-    def lower_bound(
-        self, qsplit_indices: cute.Tensor, head: Int32, low: Int32, high: Int32, query: Int32
-    ) -> Int32:
+    def lower_bound(self, qsplit_indices: cute.Tensor, head: Int32, low: Int32, high: Int32, query: Int32) -> Int32:
         """First entry in [low, high) whose query is not below ``query``."""
         while low < high:
             middle = (low + high) >> 1

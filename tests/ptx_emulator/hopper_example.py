@@ -77,7 +77,7 @@ def run_on_card(result: Path) -> int:
     return 0
 
 
-def run_exported(compiled: Any, folder: Path) -> int:
+def run_exported(compiled: Any, folder: Path) -> None:
     """Export, load and emulate: the object file, and a library linked from it.
 
     Prints for each whether the outputs are right, the findings, and what a call without PTX says.
@@ -101,28 +101,26 @@ def run_exported(compiled: Any, folder: Path) -> int:
         except ValueError as error:
             refusal = str(error)
         print(json.dumps({"right": right, "findings": list(map(str, report.findings)), "refusal": refusal}))
-    return 0
 
 
 def main() -> int:
     """Run the requests on standard input, one JSON object each; results go out alike.
 
     A request has ``schedule``, ``seed`` and ``tiles``, and may have ``delete``: the kind of an instruction and which
-    of its occurrences is deleted from the kernel. ``python -m ptx_emulator.hopper_example card`` runs a problem of two
-    tiles on the current CUDA device instead and saves its PTX and outputs in the file that the next argument names;
-    with ``emulator`` in place of ``card``, in the emulator; ``exported`` does so after an export into that folder.
+    of its occurrences is deleted from the kernel. Or it has ``export``: a folder, see :func:`run_exported`.
+
+    ``python -m ptx_emulator.hopper_example card FILE`` runs a problem of two tiles on the current CUDA device instead
+    and saves its PTX and outputs in the file; with ``emulator`` in place of ``card``, in the emulator.
     """
     if sys.argv[1:2] == ["card"]:
         return run_on_card(Path(sys.argv[2]))
     from ptx_emulator import Kernel, cute_host, emulate
-    from ptx_emulator.mutate import delete
+    from ptx_emulator.mutation import delete
 
     cute_host.prepare("sm_90a")
     from ptx_emulator.hopper_kernel import compile_example
 
     function = cute_host.CompiledFunction(compile_example())
-    if sys.argv[1:2] == ["exported"]:
-        return run_exported(function.function, Path(sys.argv[2]))
     if sys.argv[1:2] == ["emulator"]:
         problem = make_problem(2)
         emulate(function, *problem.tensors(), names=NAMES).require_clean()
@@ -131,11 +129,14 @@ def main() -> int:
     ((entry, whole),) = function.kernels.items()
     for line in sys.stdin:
         request = json.loads(line)
+        if "export" in request:
+            run_exported(function.function, Path(request["export"]))
+            continue
         kernel = whole
         if request.get("delete"):
             kind, nth = request["delete"]
             places = [pc for pc in range(len(whole.program.instructions)) if whole.program.kind(pc) == kind]
-            kernel = Kernel(whole.entry, delete(places[nth]))
+            kernel = Kernel(whole.entry, delete([places[nth]]))
         function.kernels[entry] = kernel
         problem = make_problem(request["tiles"], request["seed"])
         report = emulate(

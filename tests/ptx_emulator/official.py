@@ -22,10 +22,13 @@ import torch
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
+from ptx_emulator.subjects import relative_error
 from ptx_emulator.tensor_map import encode_tensor_map
 
 HEAD_DIM, BLOCK = 128, 128
 UNWRITTEN = -0x0BADBAD
+OUT_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3
+"""O is rounded to bf16 (relative error 2^-9) after bf16 partials and bf16 P; the LSE goes through ex2 and lg2."""
 
 SUPPRESSIONS = (
     Suppression(
@@ -89,6 +92,35 @@ class Result:
     suppressed: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Operands of one call, and what the reference makes of them."""
+
+    operands: tuple[Any, ...]
+    options: dict[str, Any]
+    expected: tuple[torch.Tensor, torch.Tensor]
+
+
+def make_problem(case: Case) -> Problem:
+    """The operands of a case and O and LSE by the reference."""
+    from msa_vendored.reference import build_k2q_csr, sparse_atten_func
+    from msa_vendored.reference.cases import make_case
+
+    made = make_case(
+        case.query_lengths, case.key_lengths or None, topk=case.topk, index_heads=case.index_heads,
+        heads_per_index_head=case.heads_per_index_head, seed=case.seed, own_block=case.own_block,
+    )  # fmt: skip
+    documents = (made.cu_seqlens_q, made.cu_seqlens_k)
+    row_ptr, q_indices = build_k2q_csr(made.q2k_indices, *documents, BLOCK, total_k=made.k.shape[0])[:2]
+    operands = (made.q, made.k, made.v, row_ptr, q_indices, case.topk)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": documents[0], "cu_seqlens_k": documents[1], "max_seqlen_q": made.max_seqlen_q,
+        "max_seqlen_k": made.max_seqlen_k, "causal": True, "return_softmax_lse": True,
+    }  # fmt: skip
+    reference: Any = sparse_atten_func
+    return Problem(operands, options, reference(*operands, **options))
+
+
 class Official:
     """The package's forward with its compilations and launches redirected. One in a process."""
 
@@ -96,7 +128,6 @@ class Official:
         os.environ["MM_SPARSE_ATTN_AOT_DISABLE"] = "1"
         cute_host.prepare()
         import cutlass
-        import cutlass.cute as cute
 
         from msa_vendored.installed import provenance
 
@@ -108,8 +139,13 @@ class Official:
         self.report = Report()
         self.options = Options()
         self.sm_count = 148
+        self.functions: list[cute_host.CompiledFunction] = []
+        self._redirect()
+
+    def _redirect(self) -> None:
+        import cutlass.cute as cute
+
         compile_original = cute.compile
-        self.functions: list[Any] = []
 
         def compile_redirected(*arguments: Any, **options: Any) -> Any:
             function = cute_host.CompiledFunction(compile_original(*arguments, **options))
@@ -121,7 +157,6 @@ class Official:
         modules[0].create_q_gather4_tma_desc = make_gather_map
         for module in modules:
             module.to_cute_tensor_kvouter = self._fake
-        torch.cuda.nvtx.range = lambda *_a, **_k: contextlib.nullcontext()
         official = self
 
         class Properties:
@@ -129,6 +164,7 @@ class Official:
             def multi_processor_count(self) -> int:
                 return official.sm_count
 
+        torch.cuda.nvtx.range = lambda *_a, **_k: contextlib.nullcontext()
         torch.cuda.get_device_properties = lambda *_a, **_k: Properties()
 
     def _fake(self, tensor: torch.Tensor, **_options: Any) -> Any:
@@ -139,53 +175,37 @@ class Official:
         make = cute.runtime.make_fake_tensor
         return make(self.dtypes[tensor.dtype], shape, stride=stride, assumed_align=16)
 
+    def call(self, problem: Problem, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call of ``sparse_atten_func``; ``self.report`` is its report.
+
+        Raises:
+            EmulationError: a launch ended in a fault.
+        """
+        self.options, self.report = options, Report()
+        with poisoned_empty():
+            out, lse = self.interface.sparse_atten_func(*problem.operands, **problem.options)
+        return out, lse
+
     def run(self, case: Case) -> Iterator[Result]:
         """Run a case under each of its schedules."""
-        from msa_vendored.reference import build_k2q_csr, sparse_atten_func
-        from msa_vendored.reference.cases import make_case
-
-        problem = make_case(
-            case.query_lengths, case.key_lengths or None, topk=case.topk, index_heads=case.index_heads,
-            heads_per_index_head=case.heads_per_index_head, seed=case.seed, own_block=case.own_block,
-        )  # fmt: skip
-        documents: dict[str, Any] = {"cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k}
-        row_ptr, q_indices = build_k2q_csr(
-            problem.q2k_indices, problem.cu_seqlens_q, problem.cu_seqlens_k, BLOCK, total_k=problem.k.shape[0]
-        )[:2]
-        operands: tuple[Any, ...] = (problem.q, problem.k, problem.v, row_ptr, q_indices, case.topk)
-        sizes: dict[str, Any] = {
-            "max_seqlen_q": problem.max_seqlen_q,
-            "max_seqlen_k": problem.max_seqlen_k,
-            "causal": True,
-        }
-        sizes["return_softmax_lse"] = True
-        reference: Any = sparse_atten_func
-        expected = reference(*operands, **documents, **sizes)
+        problem = make_problem(case)
         self.sm_count = case.sm_count
         for schedule, seed, checked in case.schedules:
             checks = Options().checks if checked else frozenset()
             suppress = SUPPRESSIONS if case.suppress else ()
-            self.options = Options(schedule, seed, checks, suppress=suppress, max_instructions=case.max_instructions)
-            self.report = Report()
+            options = Options(schedule, seed, checks, suppress=suppress, max_instructions=case.max_instructions)
             started = time.perf_counter()
-            with poisoned_empty():
-                out, lse = self.interface.sparse_atten_func(*operands, **documents, **sizes)
-            yield self._result(case, schedule, seed, (out, lse), expected, time.perf_counter() - started)
+            got = self.call(problem, options)
+            yield self._result(options, got, problem.expected, time.perf_counter() - started)
 
-    def _result(
-        self, case: Case, schedule: str, seed: int, got: Sequence[torch.Tensor], expected: Any, seconds: float
-    ) -> Result:
-        out, lse = got
-        want_out, want_lse = expected
-        out_error = float((out.float() - want_out.float()).norm() / want_out.float().norm())
-        empty = torch.isinf(want_lse)
-        difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
+    def _result(self, options: Options, got: Sequence[torch.Tensor], expected: Any, seconds: float) -> Result:
+        out_error, lse_error = compare(got, expected)
         return Result(
-            schedule,
-            seed,
+            options.schedule,
+            options.seed,
             out_error,
-            float(difference.max()),
-            int(torch.isnan(out).sum() + torch.isnan(lse).sum()),
+            lse_error,
+            sum(int(torch.isnan(tensor).sum()) for tensor in got),
             self.report.instructions,
             seconds,
             [asdict(launch) for launch in self.report.launches],
@@ -193,6 +213,14 @@ class Official:
             sorted(self.report.kinds),
             [str(finding) for finding, _ in self.report.suppressed],
         )
+
+
+def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Relative Frobenius error of O and largest absolute error of the LSE (see :class:`Result`)."""
+    (out, lse), (want_out, want_lse) = got, expected
+    empty = torch.isinf(want_lse)
+    difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
+    return relative_error(out, want_out), float(difference.max())
 
 
 def make_gather_map(tensor: torch.Tensor, box_x: int = 64) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,3 +30,31 @@ def encode_tensor_map(tensor: torch.Tensor, box: Sequence[int], swizzle_bytes: i
     words += [sizes[0] - 1 | sizes[1] - 1 << 32, sizes[2] - 1 | sizes[3] - 1 << 32]
     words += [sizes[4] - 1 | boxes[0] - 1 << 56, sum((boxes[d] - 1) << 8 * (d - 1) for d in range(1, 5))]
     return struct.pack("<8Q", *words) + bytes(64)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """What a tensor map says; dimensions from the innermost out."""
+
+    base: int
+    format: int
+    swizzle_bytes: int
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    """Of the second dimension on."""
+    box: tuple[int, ...]
+
+
+def decode_tensor_map(data: bytes) -> TensorMap:
+    """Read the 128 bytes back; strides of less than 64 GiB."""
+    words = struct.unpack("<8Q", data[:64])
+    low = [word & 0xFFFFFFFF for word in words]
+    high = [word >> 32 for word in words]
+    rank = (low[1] >> 4 & 7) + 1
+    sizes = [n + 1 for n in (low[4], high[4], low[5], high[5], low[6])]
+    strides = [16 * n for n in (high[1], low[2], high[2], low[3])]
+    box = [(words[6] >> 56) + 1, *((words[7] >> 8 * d & 255) + 1 for d in range(4))]
+    swizzle = {number: size for size, number in SWIZZLES.items()}[low[1] >> 13 & 3]
+    return TensorMap(
+        words[0], low[1] >> 7 & 15, swizzle, tuple(sizes[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank])
+    )

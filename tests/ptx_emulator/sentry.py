@@ -1,0 +1,172 @@
+"""A second opinion: the static verifier SentryWard on small cases, ``python -m ptx_emulator.sentry KERNEL...|all``.
+
+SentryWard (package ``sentryward``, 0.1.1) takes PTX and one launch and proves, for every schedule and every thread,
+that the kernel is well synchronised and free of races; by its own words it does not model fences. It is asked about
+each kernel as its host code launches it, and about mutants of it that the emulator catches, of which it must reject
+one at least: a verifier that accepts everything would agree with everybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ptx_emulator import subjects
+from ptx_emulator.launch import Options
+from ptx_emulator.mutation import NAMES, SCHEDULES, Session, Site
+from ptx_emulator.sentry_input import build_input, delete_statement
+from ptx_emulator.subjects import Recorder, Subject
+
+TIMEOUT_SECONDS = 600
+REJECTED = ("not_wellsynced", "potential_race", "invalid_lifecycle")
+SEEDED_KINDS = ("BAR", "T5_COMMIT", "T5_WAIT", "MB_ARRIVE", "CP_WAIT", "MB_ARRIVE_TX", "MB_WAIT")
+"""Kinds of which the first caught deletion is a seeded mutant, until two are rejected."""
+MUTANTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """SentryWard's answer.
+
+    Attributes:
+        result: ``race_free``, one of :data:`REJECTED`, ``unsupported``, ``timeout``, ...
+        detail: its first diagnostic, with the PTX line if it names one.
+        seconds: wall time.
+    """
+
+    result: str
+    detail: str
+    seconds: float
+
+    def __str__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.result}{detail} ({self.seconds:.0f} s)"
+
+
+def is_available() -> bool:
+    """Whether SentryWard is installed here."""
+    return find_spec("sentryward") is not None
+
+
+def verify(ptx: str, config: dict[str, Any], timeout_seconds: int = TIMEOUT_SECONDS) -> Opinion:
+    """Ask SentryWard about one kernel and launch; needs the package."""
+    with tempfile.TemporaryDirectory(prefix="sentry-") as folder:
+        kernel, settings = Path(folder, "kernel.ptx"), Path(folder, "input.json")
+        kernel.write_text(ptx)
+        settings.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "sentryward", str(kernel), "--input", str(settings)]
+        started = time.perf_counter()
+        done = subprocess.run(
+            [*command, "--timeout", str(timeout_seconds)], capture_output=True, text=True, check=False
+        )
+    answer = json.loads(done.stdout)
+    return Opinion(answer["result"], _first_diagnostic(answer, ptx), time.perf_counter() - started)
+
+
+def _first_diagnostic(answer: dict[str, Any], ptx: str) -> str:
+    for diagnostic in answer.get("diagnostics", []):
+        text = f"{diagnostic.get('code')}, {diagnostic.get('message') or ''}".rstrip(", ")
+        line = ((diagnostic.get("details") or {}).get("location") or {}).get("line")
+        return f"{text}, line {line}: {ptx.splitlines()[line - 1].strip()}" if line else text
+    return ""
+
+
+class Verifier:
+    """Asks about one subject: as it is, and with synchronisation deleted from the text."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = replace(subject, run=subject.tiny or subject.run)
+        recorder = Recorder(subject.kernel)
+        subject.kernels[subject.entry] = recorder
+        try:
+            outcome = self.subject.run(Options())
+        finally:
+            subject.kernels[subject.entry] = recorder.whole
+        if outcome.wrong or outcome.report.findings:
+            raise AssertionError(f"not right in the emulator: {outcome.wrong} {outcome.report.findings}")
+        self.config = build_input(subject.ptx, recorder.entry, recorder.launches[0], subject.verifier)
+        self.executed = frozenset(pc for pc, count in enumerate(recorder.counts) if count)
+
+    def ask(self, deleted: Iterable[Site] = ()) -> Opinion:
+        """The opinion on the kernel without some of its synchronisation."""
+        text = self.subject.ptx
+        # From the end: lines before stay where they are.
+        for site in sorted(deleted, key=lambda site: -site.pc):
+            text = delete_statement(text, site.line, site.text)
+        return verify(text, self.config)
+
+
+def seed_mutants(verifier: Verifier) -> list[tuple[Site, str, Opinion]]:
+    """Deletions that the emulator catches in the small case, with its sign and SentryWard's opinion."""
+    session = Session(verifier.subject, SCHEDULES[::2], ())
+    tried: list[tuple[Site, str, Opinion]] = []
+    for kind in SEEDED_KINDS:
+        for site in (site for site in session.sites if site.kind == kind):
+            trial = session.try_deletion([site])
+            if trial.caught:
+                tried.append((site, trial.first, verifier.ask([site])))
+                break
+        if sum(opinion.result in REJECTED for _, _, opinion in tried) >= MUTANTS:
+            break
+    return tried
+
+
+def run_one(name: str) -> int:
+    """The session for one name: 0 verified and mutant rejected, 2 not supported, 1 anything else; the worst of several.
+
+    A name with several kernels counts as verified if one of them is and the others are not supported.
+    """
+    statuses = {run_subject(f"{name} {subject.label}".rstrip(), subject) for subject in subjects.load(name)}
+    return 1 if 1 in statuses else min(statuses)
+
+
+def run_subject(name: str, subject: Subject) -> int:
+    """The session for one kernel."""
+    verifier = Verifier(subject)
+    opinion = verifier.ask()
+    print(f"{name}: {opinion}", flush=True)
+    if opinion.result == "unsupported":
+        return 2
+    if opinion.result != "race_free":
+        return 1
+    rejected = 0
+    for site, sign, answer in seed_mutants(verifier):
+        rejected += answer.result in REJECTED
+        print(f"  without {NAMES[site.kind]}, {site}\n    emulator: {sign}\n    SentryWard: {answer}", flush=True)
+    return 0 if rejected else 1
+
+
+def run_several(names: Sequence[str]) -> int:
+    """Each kernel in a process of its own; 0 if none fails and one at least is verified with a mutant rejected."""
+    results = {
+        name: subprocess.run([sys.executable, "-m", "ptx_emulator.sentry", "--one", name], check=False).returncode
+        for name in names
+    }
+    words = {0: "verified, mutant rejected", 2: "unsupported"}
+    print("\n".join(f"{name}: {words.get(code, 'FAILED')}" for name, code in results.items()))
+    return 0 if 0 in results.values() and set(results.values()) <= {0, 2} else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m ptx_emulator.sentry", description=__doc__.split("\n")[0])
+    parser.add_argument("kernels", nargs="+", help=f"{', '.join(subjects.REGISTRY)}, module:function, or all")
+    parser.add_argument("--one", action="store_true", help="in this process; status 2 if not supported")
+    options = parser.parse_args(arguments)
+    if not is_available():
+        raise SystemExit("sentryward is not installed: pip install sentryward==0.1.1")
+    names = list(subjects.REGISTRY) if options.kernels == ["all"] else options.kernels
+    return run_one(names[0]) if options.one else run_several(names)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
