@@ -169,5 +169,6 @@ def test_names_choose_implementations() -> None:
     """Guards a typing error that measures nothing."""
     assert [peer.name for peer in cli.choose_implementations(["flash-msa"])] == ["flash-msa"]
     assert len(cli.choose_implementations([])) == len(list_implementations())
+    assert [peer.name for peer in cli.choose_implementations(["msa_vendored"], ["reference"])] == ["msa_vendored"]
     with pytest.raises(BenchArgumentError, match="no such implementation"):
         cli.choose_implementations(["flsh"])

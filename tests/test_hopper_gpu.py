@@ -284,7 +284,9 @@ def capture(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
 
 def test_a_captured_layer_replays_with_another_selection() -> None:
     """Guards work lists, counts or maxima that are read on the host, or frozen into a graph."""
-    layer, other = make_layer([1500, 129, 1], seed=1), make_layer([1500, 129, 1], seed=2)
+    lengths = [2600, 129, 1]  # 21 blocks: with 16 or fewer every selection would be the same
+    layer, other = make_layer(lengths, seed=1), make_layer(lengths, seed=2)
+    assert not torch.equal(layer.block_ids, other.block_ids)
     graph, results = capture(layer.run)
     for source in (layer, other):
         layer.block_ids.copy_(source.block_ids)
@@ -292,7 +294,6 @@ def test_a_captured_layer_replays_with_another_selection() -> None:
             target.copy_(value)
         graph.replay()
         assert_close(results, layer.to_float().run("reference"))
-    assert not torch.equal(layer.block_ids, make_layer([1500, 129, 1], seed=1).block_ids)
 
 
 def test_a_captured_selection_replays_with_other_scores() -> None:
@@ -324,7 +325,7 @@ def test_nothing_waits_for_the_device_and_nothing_recompiles(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("lengths", [[2177], [700, 1, 64, 1300], [1, 1, 1]])
-@pytest.mark.parametrize("topk", [4, 16, 32])
+@pytest.mark.parametrize("topk", [4, 16])
 def test_selection_agrees_with_the_reference(lengths: list[int], topk: int) -> None:
     """Guards ties, forced blocks and document ends; small integers, so that scores and ties are exact."""
     torch.manual_seed(topk)

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="token counts, comma-separated")
     parser.add_argument("--selections", type=_names, default=("random", "mixed"), help="random,mixed")
     parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
+    parser.add_argument("--skip", type=_names, default=(), help="leave out those whose names contain one of these")
     parser.add_argument("--packs", type=Path, help="file of packs: JSON lines with case_id and cu_seqlens")
     parser.add_argument("--no-packs", action="store_true", help="leave packed documents out")
     parser.add_argument("--no-whole-pack", action="store_true", help=f"leave {WHOLE_PACK_TOKENS:,} packed tokens out")
@@ -47,7 +48,7 @@ def run_bench(options: argparse.Namespace) -> int:
     from msa_vendored.bench import runner
 
     cases = list_cases(options)
-    chosen = choose_implementations(options.only)
+    chosen = choose_implementations(options.only, options.skip)
     settings = runner.Settings(options.iterations, options.operand_sets, options.seed, not options.no_check)
     runner.describe_environment()  # refuses a host without a GPU before the bar appears
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -93,8 +94,8 @@ def list_cases(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def choose_implementations(only: Sequence[str]) -> list[Implementation]:
-    """All implementations, or those whose names contain one of ``only``.
+def choose_implementations(only: Sequence[str], skip: Sequence[str] = ()) -> list[Implementation]:
+    """All implementations, or those whose names contain one of ``only``, and none of ``skip``.
 
     Raises:
         BenchArgumentError: none does.
@@ -104,6 +105,7 @@ def choose_implementations(only: Sequence[str]) -> list[Implementation]:
 
     known = list_implementations()
     chosen = [peer for peer in known if not only or any(part in peer.name for part in only)]
+    chosen = [peer for peer in chosen if not any(part in peer.name for part in skip)]
     if not chosen:
         raise BenchArgumentError(
             "no such implementation",
