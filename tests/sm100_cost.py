@@ -58,9 +58,9 @@ def count(case: Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[str]
         tally: Counter[str] = Counter()
         for pc in pcs:
             text = program.statement(pc).text
-            opcode = re.sub(r"^@!?%p\d+\s+|^\{\s*", "", text)
+            opcode = re.sub(r"^@!?\S+\s+|^\{\s*", "", text)
             tally.update(
-                {kind: profile[pc] for kind in KINDS if opcode.startswith(kind) or kind in PARTS and kind in opcode}
+                {kind: profile[pc] for kind in KINDS if opcode.startswith(kind) or (kind in PARTS and kind in opcode)}
             )
         kinds[role] = tally
     chunks = int(problem.descriptor[4])

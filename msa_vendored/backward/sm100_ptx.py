@@ -83,16 +83,6 @@ def to_bf16x2(low: Any, high: Any) -> Any:
     return _assemble("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
 
 
-def to_int32(value: Any) -> Any:
-    """Rounded to the nearest, ties to even; saturates."""
-    return _assemble("cvt.rni.s32.f32 $0, $1;", [Int32], [value], pure=True)[0]
-
-
-def to_int64(value: Any) -> Any:
-    """Rounded to the nearest, ties to even; saturates."""
-    return _assemble("cvt.rni.s64.f32 $0, $1;", [Int64], [value], pure=True)[0]
-
-
 def bits(value: Any) -> Any:
     """The bits of a fp32 as an Int32."""
     return _assemble("mov.b32 $0, $1;", [Int32], [value], pure=True)[0]
@@ -157,16 +147,6 @@ def add_global_floats(address: Any, values: Sequence[Any], offset: int = 0, wher
 def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0, where: Any = None) -> None:
     """Reduction of 1, 2 or 4 consecutive words of two bf16; only if ``where`` is not negative."""
     _reduce(".noftz", "bf16x2", address, words, offset, where)
-
-
-def add_global_int32(address: Any, value: Any, offset: int = 0, where: Any = None) -> None:
-    """Reduction of an int32; only if ``where`` is not negative."""
-    _reduce("", "s32", address, [value], offset, where)
-
-
-def add_global_int64(address: Any, value: Any, offset: int = 0) -> None:
-    """Reduction of an int64."""
-    _reduce("", "u64", address, [value], offset, None)
 
 
 def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offset: int, where: Any) -> None:
