@@ -29,7 +29,6 @@ from msa_vendored.backward.stages import (
     arch_of,
     find_arch,
     load_stages,
-    require_arch,
 )
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
