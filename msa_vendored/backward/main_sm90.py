@@ -565,6 +565,9 @@ class MainBackwardSm90:
         do_columns = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=True)
         s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
         dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+        # Without defined contents ptxas takes the registers for live from the start, and serialises the products.
+        s.fill(0.0)
+        dp.fill(0.0)
         a_shape = mma_kv.partition_shape_A((HALF, HALF))
         p_half = cute.make_rmem_tensor(a_shape, BFloat16)
         ds_half = cute.make_rmem_tensor(a_shape, BFloat16)
@@ -616,8 +619,6 @@ class MainBackwardSm90:
         multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
         multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
-        if cutlass.const_expr(half == 0):
-            warpgroup.wait_group(0)
 
     def token_row(self, info: cute.Tensor, task_qrows: cute.Tensor, slot: Any) -> Int32:
         """Row of q of a slot, -1 if it holds no query."""
@@ -700,6 +701,7 @@ class MainBackwardSm90:
             swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
         )
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
+        dq.fill(0.0)
         warpgroup.fence()
         multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
                  mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
@@ -735,12 +737,13 @@ class MainBackwardSm90:
         first_lane: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ) -> None:
-        """Add boxes of this warp's shared memory to their tokens; token -1 lies outside of the tensor: no addition."""
+        """Add boxes of this warp's shared memory to their tokens; a slot without a query adds nothing."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         for box in cutlass.range_constexpr(count):
             row = cute.arch.shuffle_sync(token, first_lane + box)
-            cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row])
+            if row >= 0:
+                cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row])
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
