@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_a_gpu_without_kernels_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     with pytest.raises(UnavailableError) as caught:
-        require_arch(torch.device("cuda", 0))
+        arch_of(torch.device("cuda", 0))
     assert caught.value.got == got
     assert caught.value.expected == "an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3"
 
@@ -162,7 +163,7 @@ def test_a_gpu_without_kernels_is_named(
 def test_each_gpu_gets_its_own_code(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
     """Guards against sm_100a code on an SM103, which does not run it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert require_arch(torch.device("cuda", 0)) == arch
+    assert arch_of(torch.device("cuda", 0)) == arch
 
 
 def test_the_device_is_refused_before_anything_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +356,24 @@ def test_deterministic_passes_keep_what_they_own(recorded: list[tuple[str, Any]]
     assert [build[14] for build in (by_blocks, by_windows)] == [300, 32]
     assert [main.grid for main in (first, second)] == [4 * 3, 4 * 10]
     assert [build[15] for build in (by_blocks, by_windows)] == [12, 40]
+
+
+def test_a_main_kernel_that_adds_to_dq_itself_gets_it_zeroed(
+    recorded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the SM90 kernel's bf16 sums: they are the result, and nothing else may be allocated for them."""
+    in_place = replace(engine.get_stages(Structure("sm_90a", 16, "bf16", deterministic=False)), dq_in_place=True)
+    monkeypatch.setattr(engine, "get_stages", lambda structure: in_place)
+    call = make_call()
+    original = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: original(*a, **k).fill_(torch.nan))
+    dq, _, _ = engine.run_backward(**call)
+    (main,) = dict(recorded)["main"]
+    assert main.dq_sum.data_ptr() == dq.data_ptr() == dict(recorded)["postprocess"][0].data_ptr()
+    assert main.dq_sum.shape == (dq.numel(),)
+    assert not dq.any()
+    plan = plan_call(check(call), 512, ("even",), 148, dq_in_place=True)
+    assert plan.workspace.zeroed_bytes < plan_call(check(call), 512, ("even",), 148).workspace.zeroed_bytes
 
 
 def test_operands_reach_the_kernels_aligned_and_contiguous(recorded: list[tuple[str, Any]]) -> None:

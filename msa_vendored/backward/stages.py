@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
+from msa_vendored.backward.pool_order import IN_PLACE, ROW_ORDER, SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
@@ -115,6 +115,7 @@ class Stages:
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
             :func:`msa_vendored.backward.postprocess.compile_postprocess`.
         walk: how the main kernel likes its tasks ordered and cut.
+        dq_in_place: the main kernel adds to dq itself, which has to be zero then; there is no ``dq_sum`` beside it.
     """
 
     delta: Kernel
@@ -122,6 +123,7 @@ class Stages:
     main: Callable[[MainArguments], None]
     postprocess: Kernel
     walk: Walk
+    dq_in_place: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +143,7 @@ def describe_device(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def require_arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
     """As :func:`find_arch`.
 
     Raises:
@@ -193,6 +195,7 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
         ),
         walk=WALKS[arch],
+        dq_in_place=orders["dq_order"] == IN_PLACE,
     )
 
 
@@ -242,8 +245,7 @@ def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main,
             a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    dq_order = sm90_dq_order(min(structure.ratio, 8), _SUM_BYTES[dq_accumulation])
-    return main, {"dq_order": dq_order, "dkv_order": SM90_DKV_ORDER}
+    return main, {"dq_order": IN_PLACE if dq_accumulation == "bf16" else ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
 
 
 def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:
