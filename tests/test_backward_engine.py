@@ -26,9 +26,9 @@ from msa_vendored.backward.stages import (
     Stages,
     Structure,
     Walk,
+    arch_of,
     find_arch,
     load_stages,
-    require_arch,
 )
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
@@ -237,8 +237,8 @@ def test_determinism_takes_passes_that_own_what_they_add_to(arch: str, determini
         loaded.append(options)
         return lambda *arguments: None
 
-    passes = load_stages(Structure(arch, 16, "bf16", deterministic), load=load).passes
-    assert [run.walk for run in passes] == walks
+    stages = load_stages(Structure(arch, 16, "bf16", deterministic), load=load)
+    assert [run.walk for run in stages.passes] == walks
     assert [options["walk"] for options in loaded if "walk" in options] == walks
 
 
@@ -298,7 +298,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    monkeypatch.setattr(engine, "require_arch", lambda device: "sm_100a")
+    monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
 
     def load(structure: Structure) -> Stages:
         calls.append(("load", structure))
