@@ -1,4 +1,4 @@
-"""Counts what the SM100 main backward kernel executes: ``python -m sm100_cost [ratio] [bf16|fp32|fixed]``.
+"""Counts what the SM100 main backward kernel executes: ``python -m sm100_cost [ratio] [bf16|fp32]``.
 
 Dynamic PTX warp instructions of each role, fitted to tiles, segments, CTAs with work and CTAs without over several
 walks of one problem, and how often each kind of instruction runs for one tile. Retries of waits are included.
