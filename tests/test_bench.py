@@ -17,6 +17,7 @@ from msa_vendored.backward.documents import BLOCK_SIZE
 from msa_vendored.bench import check, cli, peers, plots, report, runner, workload
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
 from msa_vendored.bench.implementations import Peer, Prepared, list_implementations
+from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
 from msa_vendored.bench.timing import Timing
 from msa_vendored.bench.workload import Case, Operands
@@ -157,6 +158,20 @@ def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
     assert {row.implementation for row in plots.select_rows(found.rows, "forward")} == {"msa_vendored", report.BASELINE}
     plots.save_plots(found, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_the_markdown_table_has_a_cell_for_every_case() -> None:
+    """Guards a README that shows a wrong or failed peer's time as if it were right."""
+    lines = format_markdown(make_report()).splitlines()
+    assert lines[:6] == [
+        "| forward / backward, ms | 4096 tokens | 8192 tokens |",
+        "|---|---|---|",
+        "| msa_vendored | 0.512 / 0.512 | 1.02 / 1.02 |",
+        "| FlashAttention-4 dense | 2.05 / 2.05 | 4.1 / 4.1 |",
+        "| flash-msa | 1 / – (wrong) |  |",
+        "",
+    ]
+    assert lines[6].startswith("a card, driver 1, CUDA 13,")
 
 
 def test_results_can_be_printed_and_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

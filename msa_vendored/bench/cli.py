@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
     parser.add_argument("--json", type=Path, help="write the results here, after each case")
     parser.add_argument("--from-json", type=Path, help="measure nothing: print and draw these results")
+    parser.add_argument("--markdown", type=Path, help="write a table of forward and backward milliseconds here")
     parser.add_argument("--png", type=Path, help="draw roofline and crossover here; needs matplotlib")
 
 
@@ -50,6 +51,10 @@ def run_bench(options: argparse.Namespace) -> int:
 
     found = Report.from_dict(json.loads(options.from_json.read_text())) if options.from_json else measure(options)
     print_report(found, Console(width=None if sys.stdout.isatty() else 200))
+    if options.markdown:
+        from msa_vendored.bench.markdown import format_markdown
+
+        options.markdown.write_text(format_markdown(found))
     if options.png:
         from msa_vendored.bench.plots import save_plots
 
