@@ -16,8 +16,8 @@ from ptx_emulator.lower import Program, lower
 from ptx_emulator.ptx import Entry, Parameter, align, parse_entries
 from ptx_emulator.report import LaunchRecord, NamedTensor, Report, Suppression, make_finding
 
-ALL_CHECKS = frozenset(("uninitialised", "races", "global"))
-"""Those that are on unless others are chosen; the other two of ``CHECKS`` are stricter than kernels are written."""
+ALL_CHECKS = frozenset(("uninitialised", "races", "global", "lanes"))
+"""Those that are on unless others are chosen. ``tcgen05-fences`` is stricter than NVIDIA's own compiler output."""
 REGISTER_FILE = 65536
 """32-bit registers of one SM."""
 
@@ -38,8 +38,8 @@ class Options:
         schedule: ``eager`` (asynchronous work happens when issued), ``lazy`` (only when nothing else can go on) or
             ``random`` (warps, CTAs and asynchronous work in an order drawn from ``seed``).
         seed: of the random schedule.
-        checks: any of ``uninitialised``, ``races`` and ``global``, which are the default, ``lanes`` (races between the
-            lanes of a warp) and ``tcgen05-fences`` (the letter of the ISA; with ``races``); bounds, alignment,
+        checks: any of ``uninitialised``, ``races``, ``global`` and ``lanes`` (races between the lanes of a warp), which
+            are the default, and ``tcgen05-fences`` (the letter of the ISA; with ``races``); bounds, alignment,
             deadlock, allocation and barrier checks always run.
         resident_ctas: CTAs that run interleaved, of each worker.
         workers: threads that share the CTAs of a launch, worker ``i`` taking every ``workers``-th from the ``i``-th.
