@@ -69,6 +69,8 @@ PLACE = 8
 """Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
 token row of a query to its last visible key in the block, 2 unused."""
 FIRST, LAST, MASKED = 1, 2, 4
+EVICT_LAST = 0x14F0000000000000
+"""L2 policy of CUTLASS's ``TMA::CacheHintSm90`` for Q, dO and dQ: up to 16 tasks of a window come back to them."""
 DQ_BYTES = 4096
 """Shared memory of a warp's dQ: 16 rows of bf16, or 8 of fp32 at a time."""
 BARRIER_DS = 1
@@ -301,6 +303,7 @@ class MainBackwardSm90:
         s_do, g_do = self.partition_rows(do_atom, shared.do.data_ptr(), do_map)
         s_k, g_k = self.partition_keys(k_atom, shared.k.data_ptr(), k_map)
         s_v, g_v = self.partition_keys(v_atom, shared.v.data_ptr(), v_map)
+        keep = Int64(EVICT_LAST)
         count, segment, loaded_head, loaded_block = Int32(0), Int32(0), Int32(-1), Int32(-1)
         for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
             begin, end = self.chunk_interval(chunk, descriptor)
@@ -319,8 +322,8 @@ class MainBackwardSm90:
                         for half in cutlass.range_constexpr(1 if self.wide else 2):
                             source = (None, head, half, token)
                             target = (None, slot, half, stage)
-                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage)
-                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage)
+                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage, cache_policy=keep)
+                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage, cache_policy=keep)
                 if task == begin or head != loaded_head or block != loaded_block:
                     loaded_head, loaded_block = head, block
                     cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
@@ -569,9 +572,6 @@ class MainBackwardSm90:
         do_columns = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=True)
         s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
         dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
-        # Without defined contents ptxas takes the registers for live from the start, and serialises the products.
-        s.fill(0.0)
-        dp.fill(0.0)
         a_shape = mma_kv.partition_shape_A((HALF, HALF))
         p_half = cute.make_rmem_tensor(a_shape, BFloat16)
         ds_half = cute.make_rmem_tensor(a_shape, BFloat16)
@@ -625,6 +625,8 @@ class MainBackwardSm90:
             multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
             multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
+        if cutlass.const_expr(half == 0):
+            warpgroup.wait_group(0)
 
     def token_row(self, info: cute.Tensor, task_qrows: cute.Tensor, slot: Any) -> Int32:
         """Row of q of a slot, -1 if it holds no query."""
@@ -707,7 +709,6 @@ class MainBackwardSm90:
             swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
         )
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
-        dq.fill(0.0)
         warpgroup.fence()
         if cutlass.const_expr(self.wants_dq):
             multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
@@ -750,7 +751,7 @@ class MainBackwardSm90:
         for box in cutlass.range_constexpr(count):
             row = cute.arch.shuffle_sync(token, first_lane + box)
             if row >= 0:
-                cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row])
+                cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row], cache_policy=Int64(EVICT_LAST))
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

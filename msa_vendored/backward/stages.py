@@ -148,7 +148,7 @@ def describe_device(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def arch_of(device: torch.device) -> str:
+def require_arch(device: torch.device) -> str:
     """As :func:`find_arch`.
 
     Raises:
