@@ -26,9 +26,9 @@ from msa_vendored.backward.stages import (
     Stages,
     Structure,
     Walk,
-    arch_of,
     find_arch,
     load_stages,
+    require_arch,
 )
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
@@ -154,7 +154,7 @@ def test_a_gpu_without_kernels_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     with pytest.raises(UnavailableError) as caught:
-        arch_of(torch.device("cuda", 0))
+        require_arch(torch.device("cuda", 0))
     assert caught.value.got == got
     assert caught.value.expected == "an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3"
 
@@ -163,7 +163,7 @@ def test_a_gpu_without_kernels_is_named(
 def test_each_gpu_gets_its_own_code(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
     """Guards against sm_100a code on an SM103, which does not run it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert arch_of(torch.device("cuda", 0)) == arch
+    assert require_arch(torch.device("cuda", 0)) == arch
 
 
 def test_the_device_is_refused_before_anything_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +237,8 @@ def test_determinism_takes_passes_that_own_what_they_add_to(arch: str, determini
         loaded.append(options)
         return lambda *arguments: None
 
-    stages = load_stages(Structure(arch, 16, "bf16", deterministic), load=load)
-    assert [run.walk for run in stages.passes] == walks
+    passes = load_stages(Structure(arch, 16, "bf16", deterministic), load=load).passes
+    assert [run.walk for run in passes] == walks
     assert [options["walk"] for options in loaded if "walk" in options] == walks
 
 
@@ -298,7 +298,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
+    monkeypatch.setattr(engine, "require_arch", lambda device: "sm_100a")
 
     def load(structure: Structure) -> Stages:
         calls.append(("load", structure))

@@ -135,7 +135,7 @@ def test_fresh_inputs_on_the_card(dq_accumulation: str, seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [8, 4, 2, 1])
 def test_head_ratios_on_the_card(ratio: int) -> None:
-    """Below 8 heads a task's TMA boxes are narrower than the swizzle: the card's addresses might not be the emulator's."""
+    """Below 8 heads a task's TMA boxes are narrower than the swizzle: the card may place them otherwise."""
     errors, _ = run_on_card("fp32" if ratio in (2, 1) else "bf16", lengths=(300, 77, 1), ratio=ratio)
     assert max(errors) <= TOLERANCE
 

@@ -24,9 +24,9 @@ from msa_vendored.backward.stages import (
     MainArguments,
     Stages,
     Structure,
-    arch_of,
     count_multiprocessors,
     load_stages,
+    require_arch,
 )
 from msa_vendored.backward.tasks import grid_bound
 from msa_vendored.errors import MSAVendoredError
@@ -96,7 +96,7 @@ def run_backward(
         key head). The first call on a device compiles or loads kernels.
     """
     require_tensor("q", q)
-    arch = arch_of(q.device)
+    arch = require_arch(q.device)
     sizes = require_operands(
         schedule,
         dq_accumulation,
