@@ -41,7 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tiny_gradients": {"lengths": [40], "grad_scale": 1e-6, "dq_accumulation": "fp32"},
     "huge_gradients": {"lengths": [40], "grad_scale": 1e4, "dq_accumulation": "fp32"},
     "ordered": {"lengths": [140], "dq_accumulation": "fp32", "ordered": True, "grid": 1},
-    "ratio_8": {"lengths": [140], "ratio": 8, "schedules": [RANDOM]},
     "ratio_2": {"lengths": [140, 3], "ratio": 2, "dq_accumulation": "fp32", "schedules": [RANDOM]},
 }
 
