@@ -25,8 +25,8 @@ Call of the compiled function (:func:`compile_main`), all tensors on one device,
   ``[T, Hkv * ratio]``; tables, ``descriptor`` int32 as :mod:`msa_vendored.backward.tasks` defines them;
   ``cu_seqlens`` int32 ``[documents + 1]``; ``document_workspace_starts`` int32 ``[documents]``.
 - dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller. In bf16 it is dQ and needs no postprocess.
-- dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller; :func:`msa_vendored.backward.sm90_layout.dkv_sum_index` is
-  their order.
+- dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller, in the order of
+  :func:`msa_vendored.backward.sm90_layout.dkv_sum_index`.
 - softmax_scale: float32. grid: int32, CTAs to launch; one fits on a multiprocessor.
 
 The stream is that of the TVM FFI environment (torch's current stream).
