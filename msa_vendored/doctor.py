@@ -29,7 +29,7 @@ _LAUNCHER_NEEDS = {
     "sparse_atten_func": ("bound", "CUDA torch", "Blackwell GPU"),
     "fmha_sm100": ("bound", "nvcc", "ninja", "CUDA torch", "Blackwell GPU"),
     "fmha_sm100_plan": ("bound", "nvcc", "ninja", "CUDA torch", "Blackwell GPU"),
-    "run_backward": ("bound",),
+    "run_backward": ("bound", "CUDA torch", "Blackwell GPU"),
 }
 """nvcc and ninja compile at the first launch only; with a warm cache the two fmha launchers run without them."""
 
