@@ -16,6 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
+from msa_vendored.compiling import compile_options
+
 HEAD_DIM = 128
 THREADS = 256
 SLOT_BATCH = 16
@@ -195,5 +197,5 @@ def compile_combine(*, arch: str, ratio: int, topk: int, scaled: bool) -> Any:
         fake(BFloat16, 16, cute.sym_int64()), fake(Float32, 4, size()), fake(Int32, 4, tokens, size()),
         fake(BFloat16, 16, tokens, heads, HEAD_DIM), fake(Float32, 4, tokens, heads), fake(Float32, 4, size()),
         Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch}",
+        options=compile_options(arch),
     )  # fmt: skip

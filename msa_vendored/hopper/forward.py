@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from msa_vendored.backward.checks import ArgumentValueError, UnsupportedArgumentError, aligned_operand, require_shape
 from msa_vendored.backward.documents import BLOCK_SIZE
+from msa_vendored.compiling import load_kernel
 from msa_vendored.reference.arguments import require_block_size, require_cu_seqlens, require_qkv
 from msa_vendored.reference.forward_checks import (
     ForwardSchedule,
@@ -34,8 +33,9 @@ ARCH = "sm_90a"
 HEAD_DIM = 128
 PARTIAL_BUDGET_BYTES = 2 << 30
 """Most bytes of partial outputs at a time, unless one window of tokens needs more."""
-WINDOW_TOKENS = 512
-"""Tokens whose queries (4 KiB each for 16 heads) and key blocks are worked on together: 2 MiB of Q, well inside L2."""
+WINDOW_TOKENS = 1024
+"""Tokens whose queries (4 KiB each for 16 heads) and key blocks are worked on together: 4 MiB of Q, well inside L2. On
+an H200 at 32,768 tokens 512 takes 2 % longer, 2,048 and no windows at all 4 to 12 % (docs/hopper_log.md)."""
 QUERIES_PER_CELL = 32
 """Windows grow with the number of key blocks, so that a key block is loaded for this many queries on average."""
 SEGMENT_ROWS = 2048
@@ -276,12 +276,6 @@ def run_forward(
             first,
             min(tokens, total_q - first),
         )
-
-
-@functools.cache
-def load_kernel(compile_stage: Callable[..., Any], *, arch: str, **options: int | bool) -> Any:
-    """The kernel that ``compile_stage`` makes, compiled once."""
-    return compile_stage(arch=arch, **options)
 
 
 @functools.cache

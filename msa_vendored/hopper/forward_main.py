@@ -23,6 +23,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from msa_vendored.compiling import compile_options
 from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
 
 HEAD_DIM = 128
@@ -48,7 +49,9 @@ class ForwardMain:
         self.ratio, self.topk = ratio, topk
         self.queries = ROWS // ratio
         self.q_bytes = self.queries * ratio * HEAD_DIM * 2
-        self.loads = -(-(self.queries + 1) // 32)
+        # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
+        self.batch = max(1, 32 // self.queries)
+        self.words = -(-self.batch * self.queries // 32)
 
     @cute.jit
     def __call__(
@@ -138,6 +141,9 @@ class ForwardMain:
                 cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS)
                 cute.arch.mbarrier_init(v_clean + i, 1)
             cute.arch.mbarrier_init_fence()
+        if thread < Q_STAGES:
+            # What rows beyond the last query of a tile read.
+            meta[self.queries, thread] = -1
         if const_expr(self.queries * self.ratio < ROWS):
             self.clear_unused_rows(q_smem, thread)
         cute.arch.sync_threads()
@@ -225,22 +231,22 @@ class ForwardMain:
             if kv_stage == KV_STAGES:
                 kv_stage, kv_phase = Int32(0), kv_phase ^ 1
             while count > 0:
-                entry += self.queries
-                count -= self.queries
-                upcoming = self.read_queries(qsplit_indices, entry, count, lane)
-                cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
-                for i in cutlass.range_constexpr(self.loads):
-                    if lane + 32 * i <= self.queries:
-                        meta[lane + 32 * i, q_stage] = packed[i]
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, self.q_bytes)
-                self.load_queries(q_atom, q_tma, q_boxes, packed, query_base, head, q_stage, q_full + q_stage)
-                for i in cutlass.range_constexpr(self.loads):
+                entry += self.batch * self.queries
+                upcoming = self.read_queries(qsplit_indices, entry, count - self.batch * self.queries, lane)
+                step = Int32(0)
+                while step < self.batch and count > 0:
+                    cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
+                    self.publish_queries(meta, packed, step, q_stage, lane)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, self.q_bytes)
+                    self.load_queries(q_atom, q_tma, q_boxes, packed, step, query_base, head, q_stage, q_full + q_stage)
+                    q_stage += 1
+                    if q_stage == Q_STAGES:
+                        q_stage, q_phase = Int32(0), q_phase ^ 1
+                    count -= self.queries
+                    step += 1
+                for i in cutlass.range_constexpr(self.words):
                     packed[i] = upcoming[i]
-                q_stage += 1
-                if q_stage == Q_STAGES:
-                    q_stage, q_phase = Int32(0), q_phase ^ 1
             segment = following
         # A segment without queries tells the others to leave.
         cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
@@ -262,14 +268,25 @@ class ForwardMain:
 
     @cute.jit
     def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
-        """Packed queries of the next tile, spread over the lanes; -1 past the segment's end."""
-        packed = cute.make_rmem_tensor(self.loads, Int32)
-        for i in cutlass.range_constexpr(self.loads):
+        """Packed queries of the next batch of tiles, spread over the lanes; -1 past the segment's end."""
+        packed = cute.make_rmem_tensor(self.words, Int32)
+        for i in cutlass.range_constexpr(self.words):
             packed[i] = Int32(-1)
             place = lane + 32 * i
-            if place < self.queries and place < count:
+            if place < self.batch * self.queries and place < count:
                 packed[i] = qsplit_indices[entry + place]
         return packed
+
+    @cute.jit
+    def publish_queries(self, meta: cute.Tensor, packed: cute.Tensor, step: Int32, stage: Int32, lane: Int32) -> None:
+        """Show the packed queries of one tile of the batch to the consumers."""
+        for i in cutlass.range_constexpr(-(-self.queries // 32)):
+            value = packed[i]
+            if const_expr(self.batch > 1):
+                value = cute.arch.shuffle_sync(packed[0], (step * self.queries + lane) % 32)
+            if lane + 32 * i < self.queries:
+                meta[lane + 32 * i, stage] = value
+        cute.arch.sync_warp()
 
     @cute.jit
     def load_block(
@@ -296,6 +313,7 @@ class ForwardMain:
         tma: cute.Tensor,
         boxes: cute.Tensor,
         packed: cute.Tensor,
+        step: Int32,
         query_base: Int32,
         head: Int32,
         stage: Int32,
@@ -309,9 +327,9 @@ class ForwardMain:
         tokens = cute.size(tma, mode=[2])
         for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
             value = packed[0]
-            if const_expr(self.loads > 1):
+            if const_expr(self.words > 1):
                 value = packed[0] if i < 32 else packed[1]
-            value = cute.arch.shuffle_sync(value, i % 32)
+            value = cute.arch.shuffle_sync(value, (step * self.queries + i) % 32)
             token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
             for half in cutlass.range_constexpr(2):
                 cute.copy(atom, source[None, head, half, token], target[None, i, half, stage], tma_bar_ptr=barrier)
@@ -537,5 +555,5 @@ def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
         fake(Int32, 4, chunks, size(), SEGMENT_FIELDS), fake(Int32, 4, chunks, COUNTER_FIELDS),
         fake(BFloat16, 16, cute.sym_int64()), fake(Float32, 4, size(), key_heads, topk * ratio),
         Int32(0), Int32(0), Float32(1.0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch}",
+        options=compile_options(arch),
     )  # fmt: skip

@@ -14,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from msa_vendored.compiling import compile_options
+
 THREADS = 1024
 SEGMENT_FIELDS = 8
 """int32 fields of a segment: first entry of ``qsplit_indices``, queries, index head, first key row, keys in the block,
@@ -208,5 +210,5 @@ def compile_segments(*, arch: str) -> Any:
         fake(size(), 6), fake(1), fake(heads, size()), fake(heads, size()), fake(documents), fake(documents),
         fake(chunks, size(), SEGMENT_FIELDS), fake(chunks, COUNTER_FIELDS),
         Int32(1), Int32(1), Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch}",
+        options=compile_options(arch),
     )  # fmt: skip

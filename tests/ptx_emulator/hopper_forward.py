@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ class Launcher:
 
     def __init__(self) -> None:
         cute_host.prepare("sm_90a")
-        from msa_vendored.hopper import forward
-
-        self.forward: Any = forward
+        # By name: what is replaced below is a plain attribute to mypy then.
+        forward: Any = import_module("msa_vendored.hopper.forward")
+        self.forward = forward
         self.report, self.options, self.case = Report(), Options(), Case(())
         self.functions: dict[Any, Any] = {}
         plan_original = forward.plan_forward
@@ -170,12 +171,13 @@ class Launcher:
 
 def poison_new_tensors() -> None:
     """Fill what ``new_empty`` and ``empty_like`` give with NaN, integers with a large number."""
-    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    tensor_type: Any = torch.Tensor
+    new_empty, empty_like = tensor_type.new_empty, torch.empty_like
 
     def poisoned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(math.nan if tensor.dtype.is_floating_point else 0x5BADBAD)
 
-    torch.Tensor.new_empty = lambda self, *a, **k: poisoned(new_empty(self, *a, **k))  # type: ignore[method-assign]
+    tensor_type.new_empty = lambda self, *a, **k: poisoned(new_empty(self, *a, **k))
     torch.empty_like = lambda *a, **k: poisoned(empty_like(*a, **k))
 
 
