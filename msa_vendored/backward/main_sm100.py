@@ -185,7 +185,12 @@ def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str
     slots = plan.slots(ratio)
     queries, keys = _fake(BFloat16, tokens, query_heads, HEAD_DIM), _fake(BFloat16, rows, key_heads, HEAD_DIM)
     statistic = _fake(Float32, tokens, query_heads)
-    tables = [_fake(Int32, tasks, 4), _fake(Int32, tasks, slots), _fake(Int32, tasks, slots), _fake(Int32, 8)]
+    tables = [
+        _fake(Int32, tasks, 4),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, cute.sym_int()),
+    ]
     lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
     dq_dtype = {"bf16": BFloat16, "fp32": Float32}[dq_accumulation]
     return cute.compile(
