@@ -95,9 +95,11 @@ class MainBackwardSm90:
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: ``"bf16"`` or ``"fp32"``.
+        ordered: see :func:`compile_main`.
     """
 
-    def __init__(self, ratio: int, dq_accumulation: str) -> None:
+    def __init__(self, ratio: int, dq_accumulation: str, ordered: bool = False) -> None:
+        self.ordered = ordered
         self.ratio = ratio
         self.slots = ROWS // ratio
         self.bf16_sum = dq_accumulation == "bf16"
@@ -659,8 +661,11 @@ class MainBackwardSm90:
 
     @cute.jit
     def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
-        """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        """Wait until TMA has read (ordered: added) dQ of the task before, and dK and dV of a segment that it ended."""
+        if cutlass.const_expr(self.ordered):
+            cute.arch.cp_async_bulk_wait_group(0)
+        else:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         if last_flags & LAST:
@@ -828,16 +833,20 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
     ]
 
 
-def compile_main(*, ratio: int = 16, dq_accumulation: str = "bf16", options: str = "") -> Callable[..., None]:
+def compile_main(
+    *, ratio: int = 16, dq_accumulation: str = "bf16", ordered: bool = False, options: str = ""
+) -> Callable[..., None]:
     """Compile the kernel for sm_90a; the module docstring gives the call.
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
+        ordered: a CTA adds the gradients of a task only when those of its task before are in memory. What one CTA alone
+            adds to is then the same in every run.
         options: more options for ``cute.compile``.
     """
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    function = MainBackwardSm90(ratio, dq_accumulation)
+    function = MainBackwardSm90(ratio, dq_accumulation, ordered)
     arguments = _fake_tensors(ratio, dq_accumulation)
     compiled: Callable[..., None] = cute.compile(
         function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()

@@ -236,7 +236,8 @@ def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main
 def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
     """The wgmma kernel, and the orders of its sums."""
     dq_accumulation = structure.dq_accumulation
-    kernel = load(compile_main_sm90, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
+    options = {"ratio": structure.ratio, "dq_accumulation": dq_accumulation, "ordered": structure.deterministic}
+    kernel = load(compile_main_sm90, arch=structure.arch, **options)
 
     def main(a: MainArguments) -> None:
         dk_sum, dv_sum = a.dkv_sum.view(2, -1, a.k.shape[1], 128 * 128)
@@ -248,8 +249,9 @@ def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main,
     return main, {"dq_order": IN_PLACE if dq_accumulation == "bf16" else ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
 
 
-def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:
+def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, ordered: bool = False) -> Kernel:
     """See :func:`msa_vendored.backward.main_sm90.compile_main`."""
     from msa_vendored.backward.main_sm90 import compile_main
 
-    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, options=f"--gpu-arch {arch}")
+    arch_option = f"--gpu-arch {arch}"
+    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, ordered=ordered, options=arch_option)
