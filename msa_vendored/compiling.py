@@ -78,6 +78,8 @@ class KernelKey:
         return f"{stage}-{self.arch}-{digest_sources()[:12]}-{_digest(description)[:12]}.o"
 
 
+_by_call: dict[tuple[Any, ...], Kernel] = {}
+"""Kernels by what a launcher passes: found in a microsecond, as it asks for each at every call."""
 _loaded: dict[KernelKey, Kernel] = {}
 _locks: dict[KernelKey, threading.Lock] = {}
 _registry_lock = threading.Lock()
@@ -106,10 +108,15 @@ def load_kernel(compile_stage: Callable[..., Any], *, arch: str, **options: str 
     Side effects:
         Writes one file, and one lock file beside it, in the folder of compiled kernels.
     """
+    call = (compile_stage, arch, *((name, type(value), value) for name, value in options.items()))
+    if (kernel := _by_call.get(call)) is None:
+        kernel = _by_call[call] = _get_kernel(compile_stage, arch, options)
+    return kernel
+
+
+def _get_kernel(compile_stage: Callable[..., Any], arch: str, options: dict[str, str | int | bool]) -> Kernel:
     name = f"{compile_stage.__module__}.{compile_stage.__qualname__}".removeprefix(f"{__package__}.")
     key = KernelKey(name, arch, json.dumps(options, sort_keys=True))
-    if (kernel := _loaded.get(key)) is not None:
-        return kernel
     with _registry_lock:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
@@ -121,6 +128,7 @@ def load_kernel(compile_stage: Callable[..., Any], *, arch: str, **options: str 
 def forget_kernels() -> None:
     """Forget what is loaded, so that the next call looks on disk again; for tests. Running launches are unaffected."""
     with _registry_lock:
+        _by_call.clear()
         _loaded.clear()
         digest_sources.cache_clear()
 

@@ -14,8 +14,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from msa_vendored.cubin import REGISTERS_PER_LANE, CubinError, lane_registers, read_cubin, read_ptx
@@ -26,6 +27,7 @@ SHARED_BYTES = 232_448
 TMEM_COLUMNS = 512
 RATIOS = (1, 2, 4, 8, 16)
 DQ_ACCUMULATIONS = ("bf16", "fp32")
+TOPK_CHOICES = (4, 8, 16, 32)
 
 _STRUCT = re.escape("!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
 """The launch configuration in the DSL's lowered host code; member 2 is the dynamic shared memory in bytes."""
@@ -83,14 +85,15 @@ class KernelUse:
         return [f"{value} {name}, at most {limit}" for name, value, limit in limits if value > limit]
 
 
-def read_launches(host_code: str) -> dict[str, int]:
+def read_launches(host_code: str, most_bytes: int | None = None) -> dict[str, int]:
     """Dynamic shared memory of each kernel that the lowered host code of a function launches.
 
     Args:
         host_code: ``str(compiled.ir_module)``.
+        most_bytes: what a launch takes at most whose amount depends on its arguments.
 
     Raises:
-        CubinError: it is not a constant, or the code is not of the form that CuTe DSL 4.6 to 4.8 make.
+        CubinError: it is neither a constant nor bounded, or the code is not of the form that CuTe DSL 4.6 to 4.8 make.
     """
     constants: dict[str, int] = {}
     found: dict[str, int] = {}
@@ -107,28 +110,36 @@ def read_launches(host_code: str) -> dict[str, int]:
         elif (match := _KERNEL.search(line)) is not None:
             kernel = match[1]
         elif "llvm.call @_cudaLaunchKernelEx(" in line:
-            if kernel == "" or shared not in constants:
+            size_bytes = constants.get(shared, most_bytes)
+            if kernel == "" or shared == "" or size_bytes is None:
                 raise CubinError(
                     "the shared memory of a launch is not a constant", where=kernel, got=shared or "nothing"
                 )
-            found[kernel] = max(found.get(kernel, 0), constants[shared])
+            found[kernel] = max(found.get(kernel, 0), size_bytes)
     return found
 
 
-def measure(compile_stage: Callable[..., Any], *, arch: str, **options: Any) -> list[KernelUse]:
+def measure(
+    compile_stage: Callable[..., Any], *, arch: str, most_shared_bytes: int | None = None, **options: Any
+) -> list[KernelUse]:
     """Compile one function and read what its kernels use, in the order of the PTX.
 
-    The module of ``compile_stage`` may say which registers its warpgroups take: ``WARPGROUP_REGISTERS``, a tuple with
-    one value for each warpgroup. Otherwise an upper bound is taken.
+    Args:
+        compile_stage: its module may define ``WARPGROUP_REGISTERS``, a tuple with the registers of each warpgroup;
+            otherwise an upper bound is taken.
+        arch: to compile for.
+        most_shared_bytes: what a launch takes at most that sizes its shared memory by its arguments.
+        **options: structural options.
     """
     started = time.perf_counter()
     compiled = compile_stage(arch=arch, **options)
     seconds = time.perf_counter() - started
     cubin = compiled.__cubin__
     footprints = {footprint.kernel: footprint for footprint in read_cubin(cubin)}
-    shared = read_launches(str(compiled.ir_module))
+    module = sys.modules[compile_stage.__module__]
+    shared = read_launches(str(compiled.ir_module), most_shared_bytes)
     name = f"{compile_stage.__module__}.{compile_stage.__qualname__}".removeprefix("msa_vendored.")
-    declared = getattr(sys.modules[compile_stage.__module__], "WARPGROUP_REGISTERS", None)
+    declared = getattr(module, "WARPGROUP_REGISTERS", None)
     uses = []
     for text in read_ptx(compiled.__ptx__):
         footprint = footprints[text.kernel]
@@ -160,21 +171,60 @@ def _short(symbol: str) -> str:
     return re.split(r"_(?:msa_vendored|tensor|object|Copy|ptr)", symbol.removeprefix("kernel_cutlass_"))[0]
 
 
-def iter_stages(arch: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Every function that a launcher compiles for an architecture, with every set of structural options, once."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A function to compile, its structural options, and a bound of shared memory that only launches decide."""
+
+    compile: Callable[..., Any]
+    options: dict[str, Any]
+    most_shared_bytes: int | None = None
+
+
+def list_stages(arch: str) -> list[Stage]:
+    """What the launchers compile for an architecture, with their structural options."""
+    return list_backward_stages(arch) + (list_hopper_stages() if arch == "sm_90a" else [])
+
+
+def list_backward_stages(arch: str) -> list[Stage]:
+    """Every function that the backward compiles, with every set of options, once."""
     from msa_vendored.backward.stages import Structure, load_stages
 
-    seen: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+    found: list[Stage] = []
 
     def collect(compile_stage: Callable[..., Any], *, arch: str, **options: Any) -> Callable[..., Any]:
-        if (compile_stage, options) not in seen:
-            seen.append((compile_stage, options))
+        if (stage := Stage(compile_stage, options)) not in found:
+            found.append(stage)
         return compile_stage
 
-    for ratio in RATIOS:
-        for dq_accumulation in DQ_ACCUMULATIONS:
-            load_stages(Structure(arch, ratio, dq_accumulation, deterministic=False), load=collect)
-    yield from seen
+    for ratio, dq_accumulation in product(RATIOS, DQ_ACCUMULATIONS):
+        load_stages(Structure(arch, ratio, dq_accumulation, deterministic=False), load=collect)
+    load_stages(Structure(arch, RATIOS[-1], DQ_ACCUMULATIONS[0], deterministic=True), load=collect)
+    return found
+
+
+def list_hopper_stages() -> list[Stage]:
+    """What the other launchers on SM90 compile: every ratio with 16 blocks a query, other numbers of blocks at 16."""
+    from msa_vendored.hopper.combine import compile_combine
+    from msa_vendored.hopper.csr import MAX_BITMAP_BYTES, chunk_queries
+    from msa_vendored.hopper.csr_kernels import compile_csr
+    from msa_vendored.hopper.forward_main import compile_forward
+    from msa_vendored.hopper.fused_select_kernel import compile_fused_select
+    from msa_vendored.hopper.score_kernel import compile_score
+    from msa_vendored.hopper.segments import compile_segments
+    from msa_vendored.hopper.select_kernel import compile_select
+
+    shapes = [{"ratio": ratio, "topk": 16} for ratio in RATIOS] + [{"ratio": 16, "topk": topk} for topk in (4, 8, 32)]
+    chunks = sorted({chunk_queries(1 << bits) for bits in range(16)} - {0})
+    return [
+        Stage(compile_segments, {}),
+        *(Stage(compile_forward, shape) for shape in shapes),
+        *(Stage(compile_combine, {**shape, "scaled": scaled}) for shape in shapes for scaled in (False, True)),
+        Stage(compile_score, {}),
+        *(Stage(compile_select, {"topk": topk}) for topk in TOPK_CHOICES),
+        *(Stage(compile_fused_select, {"topk": topk}) for topk in TOPK_CHOICES),
+        *(Stage(compile_csr, {"chunk": chunk, "topk": 16}, MAX_BITMAP_BYTES) for chunk in chunks),
+        *(Stage(compile_csr, {"chunk": chunks[-1], "topk": topk}, MAX_BITMAP_BYTES) for topk in (4, 8, 32)),
+    ]
 
 
 def print_uses(uses: list[KernelUse]) -> None:
@@ -221,9 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
     uses: list[KernelUse] = []
     with tempfile.TemporaryDirectory(prefix="msa-vendored-kernels-") as folder:
         os.environ["CUTE_DSL_DUMP_DIR"] = folder
-        for compile_stage, structure in iter_stages(options.arch):
-            if options.only in f"{compile_stage.__module__}.{compile_stage.__qualname__}":
-                uses += measure(compile_stage, arch=options.arch, **structure)
+        for stage in list_stages(options.arch):
+            if options.only in f"{stage.compile.__module__}.{stage.compile.__qualname__}":
+                uses += measure(
+                    stage.compile, arch=options.arch, most_shared_bytes=stage.most_shared_bytes, **stage.options
+                )
     if options.json:
         print(*(json.dumps(asdict(use)) for use in uses), sep="\n")
     else:

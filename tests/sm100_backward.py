@@ -1,4 +1,4 @@
-"""Runs the SM100 main backward kernel in the emulator: ``python -m sm100_backward`` reads cases as JSON lines.
+"""Runs the SM100 main backward kernel in the emulator: ``python -m sm100_backward [ARCH [large]]``.
 
 One process compiles for one architecture, and the DSL must not be imported before :func:`cute_host.prepare`, so that
 tests start this as a subprocess. One JSON line is printed for each run.
@@ -14,14 +14,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from hashlib import sha256
 from typing import Any
 
 import torch
 from ptx_emulator import cute_host
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
-from sm100_cases import BLOCK, DIM, Case, Problem, count_segments, live_rows, make_problem, reached_rows
+from sm100_cases import BLOCK, DIM, LARGE, Case, Problem, count_segments, make_problem, reached_rows
 
 MUTATED_TOLERANCE = 3e-3
 
@@ -42,8 +41,6 @@ class Result:
     segments: int
     instructions: int
     seconds: float
-    digest: str
-    """SHA-256 of the accumulators."""
     findings: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
 
@@ -54,21 +51,15 @@ def compile_kernel(ratio: int, accumulation: str) -> Any:
     from msa_vendored.backward.main_sm100 import compile_main
 
     arch = os.environ["CUTE_DSL_ARCH"]  # set by prepare()
-    kind = {"deterministic": True} if accumulation == "fixed" else {"dq_accumulation": accumulation}
-    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, **kind))
+    return cute_host.CompiledFunction(compile_main(arch=arch, ratio=ratio, dq_accumulation=accumulation))
 
 
 def read_accumulators(case: Case, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """dq, dk, dv from the layouts that ``sm100_layout`` documents, rounded to bf16 as the results are, in float64."""
-    from msa_vendored.backward.fixed_point import convert_sums
     from msa_vendored.backward.sm100_layout import head_group
 
-    pool, dkv = out[:2]
-    heads = case.key_heads * case.ratio
-    if case.accumulation == "fixed":
-        dq, pair = convert_sums(pool, dkv.view(2, -1, case.key_heads, DIM, BLOCK), out[2], out[3])
-        return [dq.double(), *pair.double()]
-    group = head_group(case.ratio, pool.element_size())
+    pool, dkv = out
+    heads, group = case.key_heads * case.ratio, head_group(case.ratio, pool.element_size())
     dq = pool.double().view(-1, heads // group, DIM, group).transpose(2, 3).reshape(-1, heads, DIM)
     blocks = dkv.double().view(2, -1, case.key_heads, DIM // 4, BLOCK, 4)
     dk, dv = blocks.permute(0, 1, 4, 2, 3, 5).reshape(2, -1, case.key_heads, DIM)
@@ -76,15 +67,9 @@ def read_accumulators(case: Case, out: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def make_outputs(case: Case, p: Problem) -> list[torch.Tensor]:
-    """Cleared accumulators; for the deterministic variant also the factors."""
-    if case.accumulation != "fixed":
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.accumulation]
-        return [torch.zeros(p.q.numel(), dtype=dtype), torch.zeros(2 * p.k.numel())]
-    from msa_vendored.backward.fixed_point import choose_factors
-
-    factors = choose_factors(p.q, p.k, p.v, p.grad_out, p.delta, live_rows(p), DIM**-0.5)
-    sums = [torch.zeros(p.q.numel(), dtype=torch.int32), torch.zeros(2 * p.k.numel(), dtype=torch.int64)]
-    return [*sums, *factors]
+    """Cleared accumulators."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.accumulation]
+    return [torch.zeros(p.q.numel(), dtype=dtype), torch.zeros(2 * p.k.numel())]
 
 
 def make_arguments(case: Case, p: Problem) -> list[Any]:
@@ -114,11 +99,8 @@ def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -
         stray += int((a[~reached_rows(p, name)] != 0).sum())
     nans = sum(int(a.isnan().sum()) for a in got)
     counts = (p.meta.shape[0], count_segments(p, case.ctas), report.instructions)
-    digest = sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in out[:2])).hexdigest()
     findings = [str(finding) for finding in report.findings]
-    return Result(
-        schedule, seed, errors, largest, nans, stray, *counts, seconds, digest, findings, sorted(report.kinds)
-    )
+    return Result(schedule, seed, errors, largest, nans, stray, *counts, seconds, findings, sorted(report.kinds))
 
 
 MUTATED = Case((133, 3), topk=2, ctas=1, chunk=64, bad_lse=((130, 1, -math.inf),))
@@ -149,14 +131,15 @@ def subject() -> Any:
 
 
 def main() -> int:
-    """Run the cases on standard input."""
-    cute_host.prepare(sys.argv[1] if len(sys.argv) > 1 else "sm_100a")
-    for line in sys.stdin:
-        if line.strip():
-            case = Case(**json.loads(line))
-            problem = make_problem(case)
-            for schedule, seed, checked in case.schedules:
-                print(json.dumps(asdict(run(case, problem, schedule, seed, checked))), flush=True)
+    """Run the cases on standard input, or, with ``large``, those of ``sm100_cases``."""
+    arch, *words = sys.argv[1:] or ["sm_100a"]
+    cute_host.prepare(arch)
+    cases = LARGE if words == ["large"] else (Case(**json.loads(line)) for line in sys.stdin if line.strip())
+    for case in cases:
+        problem = make_problem(case)
+        for schedule, seed, checked in case.schedules:
+            result = {"case": str(case), **asdict(run(case, problem, schedule, seed, checked))}
+            print(json.dumps(result), flush=True)
     return 0
 
 

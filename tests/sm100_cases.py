@@ -24,7 +24,7 @@ class Case:
         selection: ``random`` (own block and random ones before it), ``hot`` (block 0 and nothing else beyond the own
             block), ``sparse`` (any number of blocks, also later ones and none at all).
         grad_scale: standard deviation of dO.
-        accumulation: of dQ: ``bf16``, ``fp32``, or ``fixed`` for the deterministic variant.
+        accumulation: of dQ: ``bf16`` or ``fp32``.
         ctas: of the grid.
         chunk: tasks of a chunk of the walk at most.
         poison: fill of padding rows of K and V.
@@ -218,3 +218,21 @@ def count_segments(problem: Problem, ctas: int) -> int:
         keys = [tuple(problem.meta[task, 1:3].tolist()) for task in walk]
         total += sum(i == 0 or keys[i] != keys[i - 1] for i in range(len(keys)))
     return total
+
+
+DOCUMENTS = (127, 129, 1, 2, 3, 5, 128)
+EVERY = (("eager", 0, True), ("lazy", 0, True), *(("random", seed, True) for seed in range(1, 5)))
+LARGE = (
+    Case(DOCUMENTS * 2, topk=16, key_heads=4, ctas=5, chunk=16, schedules=EVERY),
+    Case(DOCUMENTS, key_heads=2, selection="sparse", ctas=1, schedules=EVERY),
+    Case((600,), topk=4, ctas=1, schedules=EVERY),
+    Case((513, 260), selection="hot", ctas=3, chunk=8, schedules=EVERY),
+    *(Case((300, 129), ratio=ratio, key_heads=2, ctas=1, schedules=EVERY) for ratio in (8, 4, 2, 1)),
+    *(Case((300, 129), ratio=ratio, accumulation="fp32", ctas=2, schedules=EVERY[::4]) for ratio in (16, 8, 4, 2, 1)),
+    *(Case((300, 129), grad_scale=scale, ctas=1, schedules=EVERY[::4]) for scale in (1e-30, 1e-6, 1e4, 1e30)),
+    Case((1000,), topk=16, ctas=4, schedules=EVERY[:1]),
+    Case((1000,), topk=16, ctas=4, accumulation="fp32", schedules=EVERY[:1]),
+    Case((2304,), topk=16, ctas=8, schedules=EVERY[::4]),
+    Case((2304,), topk=16, ctas=8, accumulation="fp32", schedules=EVERY[:1]),
+)
+"""What is too slow for every commit: ``python -m sm100_backward sm_100a large``."""

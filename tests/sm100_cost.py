@@ -21,7 +21,9 @@ from ptx_emulator.report import Report
 from sm100_cases import Case, count_segments, make_problem
 
 ROLES = ("start", "mma", "load", "rows", "compute", "reduce")
-WALKS = ((1, 64, 1), (2, 64, 2), (4, 64, 4), (8, 16, 8), (16, 8, 20), (3, 5, 3), (30, 3, 40))
+PARTS = ("f32x2",)
+"""Of KINDS: may stand anywhere in the opcode."""
+WALKS = ((1, 64, 1), (2, 64, 2), (4, 64, 24), (8, 16, 8), (16, 8, 20), (3, 5, 3), (30, 3, 40), (1, 64, 50))
 """CTAs of the walk, tasks of a chunk at most, and CTAs that are launched."""
 KINDS = (
     "tcgen05.mma", "tcgen05.commit", "tcgen05.ld", "tcgen05.st", "tcgen05.wait::ld", "tcgen05.wait::st",
@@ -56,7 +58,10 @@ def count(case: Case, ctas: int) -> tuple[dict[str, int], dict[str, Counter[str]
         tally: Counter[str] = Counter()
         for pc in pcs:
             text = program.statement(pc).text
-            tally.update({kind: profile[pc] for kind in KINDS if kind in text.split()[0] or kind in text[:30]})
+            opcode = re.sub(r"^@!?\S+\s+|^\{\s*", "", text)
+            tally.update(
+                {kind: profile[pc] for kind in KINDS if opcode.startswith(kind) or (kind in PARTS and kind in opcode)}
+            )
         kinds[role] = tally
     chunks = int(problem.descriptor[4])
     return (

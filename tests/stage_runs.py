@@ -24,7 +24,6 @@ from msa_vendored.backward.pool_order import (
     element_index,
     head_group_order,
     parse_order,
-    sm90_dq_order,
 )
 from msa_vendored.backward.task_mirror import Geometry, build_tasks
 from msa_vendored.backward.tasks import (
@@ -39,8 +38,8 @@ POISON = -(1 << 30)
 Launch = Callable[..., None]
 
 POOLS = {
-    "sm90 fp32": ("fp32", sm90_dq_order(8, 4), SM90_DKV_ORDER),
-    "sm90 bf16": ("bf16", sm90_dq_order(8, 2), SM90_DKV_ORDER),
+    "sm90 fp32": ("fp32", ROW_ORDER, SM90_DKV_ORDER),
+    "sm90 bf16": ("bf16", ROW_ORDER, SM90_DKV_ORDER),
     "sm100 fp32": ("fp32", head_group_order(4), SM100_DKV_ORDER),
     "sm100 bf16": ("bf16", head_group_order(8), SM100_DKV_ORDER),
     "rows": ("fp32", ROW_ORDER, SM100_DKV_ORDER),

@@ -21,8 +21,8 @@ TOLERANCE = 4e-3
 LAUNCHES = ("sum_rows", "clear", "read_items", "check_rows", "scan_windows", "write_tables", "", "convert")
 """Device functions in order; the main kernel's name is its author's."""
 
-CROWDED = {"lengths": [520], "ratio": 8, "multiprocessors": 6, "resident_ctas": 6}
-SCHEDULES = [["random", seed] for seed in (2, 1, 3)]
+CROWDED = {"lengths": [260], "multiprocessors": 16, "resident_ctas": 16, "checked": False}
+SCHEDULES = [["random", seed] for seed in (1, 2, 3)]
 
 CASES: dict[str, dict[str, Any]] = {
     "documents": {"lengths": [130, 1, 5], "schedules": [["random", 3]]},
@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "many CTAs at once": {**CROWDED, "schedules": SCHEDULES},
     "deterministic": {**CROWDED, "schedules": SCHEDULES[:2], "deterministic": True},
+    "deterministic, checked": {"lengths": [40], "deterministic": True},
     "inconsistent": {"lengths": [40], "corrupt": "query"},
 }
 

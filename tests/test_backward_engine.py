@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msa_vendored.backward import MSABackwardSchedule, engine, error_word, stages
+from msa_vendored.backward import MSABackwardSchedule, engine, error_word, launch, stages
 from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.error_word import ErrorWord, ScheduleError
 from msa_vendored.backward.plan import Sizes, plan_call
@@ -23,8 +26,9 @@ from msa_vendored.backward.stages import (
     Stages,
     Structure,
     Walk,
-    arch_of,
+    find_arch,
     load_stages,
+    require_arch,
 )
 from msa_vendored.backward.tasks import BAD_QUERY, BAD_ROW, INCONSISTENT, OVERFLOW
 from msa_vendored.errors import UnavailableError
@@ -134,9 +138,9 @@ def test_scales_are_taken_as_they_are() -> None:
 
 @pytest.fixture(autouse=True)
 def no_device_remembered() -> Iterator[None]:
-    arch_of.cache_clear()
+    find_arch.cache_clear()
     yield
-    arch_of.cache_clear()
+    find_arch.cache_clear()
 
 
 WRONG_DEVICES = [((8, 0), "A100", "A100, compute capability 8.0"), ((12, 0), "B40", "B40, compute capability 12.0")]
@@ -150,7 +154,7 @@ def test_a_gpu_without_kernels_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     with pytest.raises(UnavailableError) as caught:
-        arch_of(torch.device("cuda", 0))
+        require_arch(torch.device("cuda", 0))
     assert caught.value.got == got
     assert caught.value.expected == "an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3"
 
@@ -159,16 +163,67 @@ def test_a_gpu_without_kernels_is_named(
 def test_each_gpu_gets_its_own_code(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
     """Guards against sm_100a code on an SM103, which does not run it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert arch_of(torch.device("cuda", 0)) == arch
+    assert require_arch(torch.device("cuda", 0)) == arch
 
 
 def test_the_device_is_refused_before_anything_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards "nothing was compiled": neither the DSL nor a cache is touched for a tensor on the CPU."""
-    monkeypatch.setattr(engine, "load_stages", lambda structure: pytest.fail("kernels were loaded"))
+    monkeypatch.setattr(engine, "get_stages", lambda structure: pytest.fail("kernels were loaded"))
     call = make_call(query_heads=12)  # wrong as well, but the device comes first
     with pytest.raises(UnavailableError, match="run_backward has no kernels for this device") as caught:
         engine.run_backward(**call)
     assert caught.value.got == "device cpu"
+
+
+LAUNCHED_ELSEWHERE = [
+    (None, "device cpu"),
+    ((9, 0), "a card, compute capability 9.0"),
+    ((12, 0), "a card, compute capability 12.0"),
+]
+
+
+@pytest.mark.parametrize(("capability", "got"), LAUNCHED_ELSEWHERE)
+def test_the_sm100_launcher_names_a_gpu_that_it_does_not_run_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, got: str
+) -> None:
+    """Guards the bundle: on Hopper it must not compile for Hopper, and on the CPU not compute in PyTorch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(engine, "run_backward", lambda **arguments: pytest.fail("the engine was called"))
+    q: Any = make_call()["q"]
+    if capability is not None:
+        monkeypatch.setattr(launch, "require_tensor", lambda name, value: None)
+        q = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(UnavailableError) as caught:
+        launch.run_backward(**{**make_call(), "q": q})
+    assert str(caught.value) == (
+        "the sm100 launcher run_backward cannot run on this device\n"
+        f"  where:    tensors on {q.device}\n"
+        "  expected: an NVIDIA GPU of compute capability 10.0 or 10.3 (B200, B300)\n"
+        f"  got:      {got}\n"
+        '  next:     use kernels(backend="sm90") on a Hopper GPU, kernels(backend="reference") on any device'
+    )
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_the_sm100_launcher_passes_everything_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Guards an option that the outer function drops."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "require_tensor", lambda name, value: None)
+    monkeypatch.setattr(engine, "run_backward", lambda **arguments: arguments)
+    call = make_call() | {"q": SimpleNamespace(device=torch.device("cuda", 0))}
+    call |= {"softmax_scale": 0.5, "dq_accumulation": "fp32", "deterministic": True, "check": True}
+    assert launch.run_backward(**call) == call  # type: ignore[comparison-overlap]  # what the stand-in returns
+
+
+def test_the_contract_takes_the_engines_options() -> None:
+    """Guards two signatures of one call."""
+    outer, inner = (inspect.signature(function).parameters for function in (launch.run_backward, engine.run_backward))
+    assert outer == inner
+    assert {p.kind for p in outer.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert [name for name, p in outer.items() if p.default is p.empty] == [
+        "q", "k_aligned", "v_aligned", "grad_out", "lse", "out", "schedule",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("deterministic", "walks"), [(False, ["even"]), (True, ["blocks", "windows"])])
@@ -182,8 +237,8 @@ def test_determinism_takes_passes_that_own_what_they_add_to(arch: str, determini
         loaded.append(options)
         return lambda *arguments: None
 
-    stages = load_stages(Structure(arch, 16, "bf16", deterministic), load=load)
-    assert [run.walk for run in stages.passes] == walks
+    passes = load_stages(Structure(arch, 16, "bf16", deterministic), load=load).passes
+    assert [run.walk for run in passes] == walks
     assert [options["walk"] for options in loaded if "walk" in options] == walks
 
 
@@ -243,7 +298,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, arguments))
 
-    monkeypatch.setattr(engine, "arch_of", lambda device: "sm_100a")
+    monkeypatch.setattr(engine, "require_arch", lambda device: "sm_100a")
 
     def load(structure: Structure) -> Stages:
         calls.append(("load", structure))
@@ -252,7 +307,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         )
         return Stages(record("delta"), passes, record("main"), record("postprocess"), Walk(512, 64))
 
-    monkeypatch.setattr(engine, "load_stages", load)
+    monkeypatch.setattr(engine, "get_stages", load)
     monkeypatch.setattr(engine, "_ready", set())
     monkeypatch.setattr(error_word, "_words", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -301,6 +356,24 @@ def test_deterministic_passes_keep_what_they_own(recorded: list[tuple[str, Any]]
     assert [build[14] for build in (by_blocks, by_windows)] == [300, 32]
     assert [main.grid for main in (first, second)] == [4 * 3, 4 * 10]
     assert [build[15] for build in (by_blocks, by_windows)] == [12, 40]
+
+
+def test_a_main_kernel_that_adds_to_dq_itself_gets_it_zeroed(
+    recorded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the SM90 kernel's bf16 sums: they are the result, and nothing else may be allocated for them."""
+    in_place = replace(engine.get_stages(Structure("sm_90a", 16, "bf16", deterministic=False)), dq_in_place=True)
+    monkeypatch.setattr(engine, "get_stages", lambda structure: in_place)
+    call = make_call()
+    original = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: original(*a, **k).fill_(torch.nan))
+    dq, _, _ = engine.run_backward(**call)
+    (main,) = dict(recorded)["main"]
+    assert main.dq_sum.data_ptr() == dq.data_ptr() == dict(recorded)["postprocess"][0].data_ptr()
+    assert main.dq_sum.shape == (dq.numel(),)
+    assert not dq.any()
+    plan = plan_call(check(call), 512, ("even",), 148, dq_in_place=True)
+    assert plan.workspace.zeroed_bytes < plan_call(check(call), 512, ("even",), 148).workspace.zeroed_bytes
 
 
 def test_operands_reach_the_kernels_aligned_and_contiguous(recorded: list[tuple[str, Any]]) -> None:

@@ -13,14 +13,13 @@ from msa_vendored.backward.pool_order import (
     element_index,
     head_group_order,
     plan_granules,
-    sm90_dq_order,
 )
 
 ORDERS = {
     "rows": (ROW_ORDER, 4),
     **{f"sm100 dq fp32, {g} heads": (head_group_order(g), 4) for g in (1, 2, 4)},
     **{f"sm100 dq bf16, {g} heads": (head_group_order(g), 2) for g in (1, 2, 4, 8)},
-    **{f"sm90 dq {b} bytes, {g} heads": (sm90_dq_order(g, b), b) for g in (1, 2, 4, 8) for b in (2, 4)},
+    "sm90 dq bf16": (ROW_ORDER, 2),
     "sm100 dk, dv": (SM100_DKV_ORDER, 4),
     "sm90 dk, dv": (SM90_DKV_ORDER, 4),
 }

@@ -41,14 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32_dq": {
         "lengths": DOCUMENTS, "accumulation": "fp32", "selection": "sparse", "chunk": 9, "schedules": ONE_RANDOM,
     },
-    "deterministic_tiny_gradient": {
-        "lengths": [127, 129, 3, 128, 300], "topk": 3, "ctas": 4, "chunk": 4, "accumulation": "fixed",
-        "grad_scale": 1e-6, "schedules": CHECKED,
-    },
-    "deterministic_ratio_2": {
-        "lengths": [129, 130], "ratio": 2, "key_heads": 2, "ctas": 4, "chunk": 2, "accumulation": "fixed",
-        "grad_scale": 1e4, "schedules": ONE_RANDOM,
-    },
     **{
         f"ratio_{ratio}": {
             "lengths": DOCUMENTS, "ratio": ratio, "key_heads": 2, "selection": "sparse", "chunk": 5,
@@ -110,55 +102,21 @@ def test_gradients_are_right_and_nothing_races(results: dict[str, list[dict[str,
         assert run["segments"] >= 2
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("deterministic")])
-def test_integer_sums_do_not_depend_on_the_order_of_ctas(results: dict[str, list[dict[str, Any]]], name: str) -> None:
-    """A sum that rounds where CTAs add. With bf16 sums, schedules of the first case give two different results."""
-    assert len({run["digest"] for run in results[name]}) == 1
+def test_instructions_stay_within_budget(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Code that grows unseen. Measured: 5,342 warp instructions a tile, 1,208 a segment, 514 a CTA (docs)."""
+    run = results["top4_of_600_tokens"][0]
+    assert run["instructions"] <= 5_700 * run["tasks"] + 1_500 * run["segments"] + 2 * 700
 
 
-@pytest.mark.parametrize("grad_scale", [1e-20, 1e-6, 1.0, 1e4, 1e30])
-def test_no_sum_overflows_its_integer_and_none_is_coarse(grad_scale: float) -> None:
-    """A bound that is too small wraps around; one that is too large, or not by row, rounds gradients away.
-
-    One row of dO is 1e-5 of the others: with one factor for all, dQ of that row would be rounded to multiples of 1e-2
-    of it. Padding is NaN.
-    """
-    torch = pytest.importorskip("torch")
-    from sm100_cases import Case, live_rows, make_problem
-
-    from msa_vendored.backward.fixed_point import choose_factors
-
-    p = make_problem(Case((70, 200), topk=2, ratio=2, key_heads=2, grad_scale=grad_scale))
-    dq, dk, dv = p.expected
-    for tensor in (p.grad_out, p.delta, dq):
-        tensor[5] *= 1e-5
-    dq_factor, dkv_factor = choose_factors(p.q, p.k, p.v, p.grad_out, p.delta, live_rows(p), 128**-0.5)
-    sums = (dq * dq_factor[..., None]).abs()
-    assert float(sums.max()) < 2**30
-    reached = sums.amax(dim=2)[dq.abs().amax(dim=2) > 0]
-    assert float(reached.median()) > 2**16
-    assert float(sums[5].amax()) > 2**16
-    for gradient, factor in ((dk, dkv_factor[0]), (dv, dkv_factor[1])):
-        largest = float((gradient * factor).abs().max())
-        assert 2**35 < largest < 2**62
-    for factor in (dq_factor, dkv_factor):
-        assert bool((torch.frexp(factor).mantissa == 0.5).all())
-
-
-def test_sums_are_converted_from_the_places_where_the_kernel_adds_them() -> None:
-    """A transposed key and head dim, dK taken for dV."""
-    torch = pytest.importorskip("torch")
-    from msa_vendored.backward.fixed_point import convert_sums
-
-    dkv = torch.arange(2 * 3 * 2 * 128 * 128).view(2, 3, 2, 128, 128)
-    dq, pair = convert_sums(
-        torch.arange(5 * 4 * 128, dtype=torch.int32), dkv, torch.full((5, 4), 2.0), torch.tensor([4.0, 8.0])
+def test_confirmation_script_refuses_a_machine_without_a_gpu() -> None:
+    """A script that prints times of another device, or passes where nothing ran."""
+    script = TESTS.parent / "benchmarks" / "sm100.py"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
-    assert dq.shape == (5, 4, 128)
-    assert float(dq[1, 2, 3]) == float(torch.tensor(((4 + 2) * 128 + 3) / 2).bfloat16())
-    for which, factor in ((0, 4), (1, 8)):
-        expected = torch.tensor(int(dkv[which, 2, 1, 17, 90]) / factor).bfloat16()
-        assert float(pair[which, 2 * 128 + 90, 1, 17]) == float(expected)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "needs a GPU of compute capability 10.0 or 10.3, found no CUDA device\n"
 
 
 def test_sm103_compiles_and_computes_the_same(tmp_path: Path) -> None:

@@ -329,15 +329,14 @@ def test_compile_options_name_the_architecture() -> None:
     assert compile_options("sm_90a", "--opt-level 2") == "--enable-tvm-ffi --gpu-arch sm_90a --opt-level 2"
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
-def test_objects_from_disk_run_and_processes_compile_once(tmp_path: Path, arch: str) -> None:
-    """Guards the real thing: four processes at once, one compilation, each runs the loaded object in the emulator."""
+def test_objects_from_disk_run_and_processes_compile_once(tmp_path: Path) -> None:
+    """Guards the real thing: two processes at once, one compilation, each runs the loaded object in the emulator."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         compiling.CACHE_VARIABLE: str(tmp_path / "kernels"),
     }
-    command = [sys.executable, "-m", "ptx_emulator.compile_once", arch, "2"]
+    command = [sys.executable, "-m", "ptx_emulator.compile_once", "sm_90a", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ptx_emulator import mutate, redundancy, sentry
+from ptx_emulator import Options, mutate, redundancy, sentry
 from ptx_emulator.controls import CONTROLS, Control, find_blindness, is_noticed
 from ptx_emulator.gemm import BODY, TMEM_AT, subject
 from ptx_emulator.mutation import CAUGHT, NAMES, NotCleanError, Schedule, Session, Site, Trial, Verdict
 
+CHECKED = Options().checks
 SCHEDULES: tuple[Schedule, ...] = (("eager", 0), ("random", 1))
 FENCE = "fence.proxy.async.shared::cta;"
 SPARE = f"mbarrier.init.shared.b64 [%r3+{TMEM_AT + 8}], 1"
@@ -83,7 +84,7 @@ def test_a_wait_before_the_use_of_loaded_registers_is_not_redundant() -> None:
 
 def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check for proxy fences every fence survives; blindness must not count as redundancy."""
-    monkeypatch.setattr(redundancy, "find_blindness", lambda kind, _seen: "blind" if kind == "FENCE_PROXY" else "")
+    monkeypatch.setattr(redundancy, "find_blindness", lambda kind, *_a: "blind" if kind == "FENCE_PROXY" else "")
     (verdict,) = find(judge(IDLE_FENCE), "fence.proxy")
     assert verdict.name == "missed"
     assert "blind" in verdict.evidence
@@ -92,14 +93,14 @@ def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.M
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: f"{c.kind}, {c.facet}")
 def test_controls_are_noticed_but_for_lanes(control: Control) -> None:
     """A control that the emulator no longer notices: survivors of its kind would turn from redundant to missed."""
-    assert is_noticed(control) is ("lanes" not in control.facet)
+    assert is_noticed(control, CHECKED) is ("lanes" not in control.facet)
 
 
 def test_a_kind_without_control_is_blind_unless_seen_in_the_kernel() -> None:
     """No evidence at all that the model sees a kind."""
-    assert find_blindness("T5_WAIT", seen=False)
-    assert not find_blindness("T5_WAIT", seen=True)
-    assert "lanes" in find_blindness("SYNCWARP", seen=True)
+    assert find_blindness("T5_WAIT", False, CHECKED)
+    assert not find_blindness("T5_WAIT", True, CHECKED)
+    assert "lanes" in find_blindness("SYNCWARP", True, CHECKED)
 
 
 def test_second_opinion_decides_on_what_the_model_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,3 +192,4 @@ def test_dynamic_shared_memory_is_read_from_the_host_code() -> None:
     other = LAUNCH.replace("SHARED", "1024").replace("    llvm.store %0, %1", "    llvm.store %77, %1")
     with pytest.raises(CubinError, match="the shared memory of a launch is not a constant"):
         read_launches(LAUNCH.replace("SHARED", "1024") + other)
+    assert read_launches(other, most_bytes=2048) == {"main_0": 2048}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,7 @@ NOT_HERE = [
     (CPU, None, "sm90"),
     (CUDA, (8, 0), None),
     (CUDA, (12, 0), None),
+    (CUDA, (10, 1), None),
     (CUDA, (9, 0), "sm100"),
     (CUDA, (10, 0), "sm90"),
     (torch.device("meta"), None, None),
@@ -120,54 +122,27 @@ def test_hopper_without_its_launchers_points_to_the_reference(monkeypatch: pytes
         backends.bind_kernels("sm90")
 
 
-LIMITS: dict[str, dict[str, Any]] = {
-    "q.dtype": {"dtype": torch.float16},
-    "query heads": {"query_heads": 32},
-    "key/value heads": {"key_heads": 8},
-    "head dimension": {"dim": 64},
-    "blocks per query": {"topk": 8},
-    "softmax_scale": {"scale": 0.1},
-}
+LIMITS: dict[str, dict[str, Any]] = {"q.dtype": {"dtype": torch.float32}, "head dimension": {"dim": 64}}
 
 
+@pytest.mark.parametrize("backend", ["sm90", "sm100"])
 @pytest.mark.parametrize("name", [None, *LIMITS])
-def test_sm100_names_what_it_is_not_built_for(name: str | None) -> None:
-    """Guards a shape that the SM100 kernels would read out of bounds, and a scale that its backward ignores."""
-    usual: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "query_heads": 64,
-        "key_heads": 4,
-        "dim": 128,
-        "topk": 16,
-        "scale": 128**-0.5,
-    }
-    shape = {**usual, **(LIMITS[name] if name else {})}
-
-    def check() -> None:
-        q = torch.zeros(1, shape["query_heads"], shape["dim"], dtype=shape["dtype"])
-        k = torch.zeros(1, shape["key_heads"], shape["dim"], dtype=shape["dtype"])
-        backends.require_supported("sm100", q=q, k=k, topk=shape["topk"], softmax_scale=shape["scale"])
-
+def test_kernels_name_what_they_are_not_built_for(name: str | None, backend: str) -> None:
+    """Guards a dtype whose bytes the kernels would misread, and a shape that they would read out of bounds."""
+    shape = {"dtype": torch.bfloat16, "dim": 128, **(LIMITS[name] if name else {})}
+    q = torch.zeros(1, 6, shape["dim"], dtype=shape["dtype"])
     if name is None:
-        return check()
-    with pytest.raises(ArgumentValueError, match=f"the sm100 backend does not support this {name}"):
-        check()
+        return backends.require_supported(backend, q=q, softmax_scale=0.3)
+    with pytest.raises(ArgumentValueError, match=f"the {backend} backend does not support this {name}"):
+        backends.require_supported(backend, q=q, softmax_scale=0.3)
     return None
 
 
-HOPPER_LIMITS: dict[str, dict[str, Any]] = {"q.dtype": {"dtype": torch.float32}, "head dimension": {"dim": 64}}
-
-
-@pytest.mark.parametrize("name", [None, *HOPPER_LIMITS])
-def test_sm90_takes_any_heads_topk_and_scale(name: str | None) -> None:
-    """Guards limits of SM100 that SM90 does not have, and a dtype whose bytes its kernels would misread."""
-    shape = {"dtype": torch.bfloat16, "dim": 128, **(HOPPER_LIMITS[name] if name else {})}
-    q, k = (torch.zeros(1, heads, shape["dim"], dtype=shape["dtype"]) for heads in (6, 3))
-    if name is None:
-        return backends.require_supported("sm90", q=q, k=k, topk=32, softmax_scale=0.3)
-    with pytest.raises(ArgumentValueError, match=f"the sm90 backend does not support this {name}"):
-        backends.require_supported("sm90", q=q, k=k, topk=32, softmax_scale=0.3)
-    return None
+@pytest.mark.parametrize("backend", ["sm90", "sm100", "reference"])
+def test_a_scale_that_is_not_finite_is_refused(backend: str) -> None:
+    """Guards NaN gradients that come from the caller's arithmetic."""
+    with pytest.raises(ArgumentValueError, match="softmax_scale must be finite"):
+        backends.require_supported(backend, q=torch.zeros(1, 1, 128, dtype=torch.bfloat16), softmax_scale=math.nan)
 
 
 @pytest.fixture
@@ -186,12 +161,13 @@ def sm100_in_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_sm100_path_makes_the_calls_of_the_contract(sm100_in_name: list[dict[str, Any]]) -> None:
-    """Guards run_backward's arguments on SM100, which takes no scale and only the four-headed schedule."""
+    """Guards run_backward's arguments: those of the contract, and the scale that the forward used."""
     case = make_case([130, 3], model_shape=True)
     expected = differentiate(case)
     (call,) = sm100_in_name
-    assert set(call) == {"q", "k_aligned", "v_aligned", "grad_out", "lse", "out", "schedule"}
-    assert type(call["schedule"]) is MSABackwardSchedule
+    assert set(call) == {"q", "k_aligned", "v_aligned", "grad_out", "lse", "out", "schedule", "softmax_scale"}
+    assert isinstance(call["schedule"], MSABackwardSchedule)
+    assert call["softmax_scale"] == 128**-0.5
     assert call["k_aligned"].shape == (384, 4, 128)
     assert not call["v_aligned"][130:256].any()
     assert all(torch.isfinite(tensor).all() for tensor in expected)

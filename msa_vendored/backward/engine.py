@@ -10,6 +10,7 @@ SM100, SM103 and SM90 differ in the main kernel and in the order of the elements
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -19,7 +20,14 @@ from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
 from msa_vendored.backward.plan import Sizes, plan_call
 from msa_vendored.backward.schedule import MSABackwardSchedule, aligned_schedule
-from msa_vendored.backward.stages import MainArguments, Stages, Structure, arch_of, count_multiprocessors, load_stages
+from msa_vendored.backward.stages import (
+    MainArguments,
+    Stages,
+    Structure,
+    count_multiprocessors,
+    load_stages,
+    require_arch,
+)
 from msa_vendored.backward.tasks import grid_bound
 from msa_vendored.errors import MSAVendoredError
 
@@ -83,11 +91,12 @@ def run_backward(
 
     Side effects:
         Runs on the current stream of q's device. Allocates dq, dk/dv and a workspace of about
-        ``T * Hq * 256 * (1 or 2) + W * Hkv * 1024 + T * Hq * 4`` bytes plus tables (for top-k selections at ratio 16,
-        8 to 9 bytes per selected block, query and key head). The first call on a device compiles or loads kernels.
+        ``T * Hq * 256 * (1 or 2) + W * Hkv * 1024 + T * Hq * 4`` bytes (without the first term on SM90 with bf16 sums,
+        which are dq itself) plus tables (for top-k selections at ratio 16, 8 to 9 bytes per selected block, query and
+        key head). The first call on a device compiles or loads kernels.
     """
     require_tensor("q", q)
-    arch = arch_of(q.device)
+    arch = require_arch(q.device)
     sizes = require_operands(
         schedule,
         dq_accumulation,
@@ -99,7 +108,7 @@ def run_backward(
     with torch.no_grad(), torch.cuda.device(q.device):
         error = get_error_word(q.device)
         error.raise_seen()
-        stages = load_stages(structure)
+        stages = get_stages(structure)
         operands = tuple(aligned_operand(t) for t in (q, k_aligned, v_aligned, grad_out, lse, out))
         results = launch(
             stages, operands, aligned_schedule(schedule), sizes, scale, count_multiprocessors(q.device), error
@@ -108,6 +117,12 @@ def run_backward(
         if check:
             error.raise_now()
     return results
+
+
+@lru_cache(maxsize=64)
+def get_stages(structure: Structure) -> Stages:
+    """As :func:`msa_vendored.backward.stages.load_stages`, remembered: looking each kernel up takes 0.1 ms a call."""
+    return load_stages(structure)
 
 
 _ready: set[tuple[torch.device, Structure]] = set()
@@ -135,15 +150,17 @@ def launch(
         error: into whose word the call's own is ORed in the end.
     """
     q, k, v, grad_out, lse, out = operands
-    plan = plan_call(sizes, stages.walk.window, tuple(run.walk for run in stages.passes), multiprocessors)
+    walks, in_place = tuple(run.walk for run in stages.passes), stages.dq_in_place
+    plan = plan_call(sizes, stages.walk.window, walks, multiprocessors, dq_in_place=in_place)
     parts = plan.workspace.allocate(q.device)
-    dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
+    dq, dkv = torch.zeros_like(q) if in_place else torch.empty_like(q), q.new_empty((2, *k.shape))
+    dq_sum = dq.view(-1) if in_place else parts["dq_sum"]
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
     stages.delta(out, grad_out, parts["delta"])
     for number, (run, how) in enumerate(zip(stages.passes, plan.passes, strict=True)):
         if number > 0:
-            parts["dq_sum"].view(torch.int32).zero_()  # the first pass is for dK and dV, and the second for dQ
+            dq_sum.view(torch.int32).zero_()  # the first pass is for dK and dV, and the second for dQ
         dkv_sum = parts["dkv_sum" if number == 0 else "dkv_dropped"]
         grid = grid_bound(how.chunks, multiprocessors)
         run.build_tasks(
@@ -153,11 +170,11 @@ def launch(
         )  # fmt: skip
         stages.main(
             MainArguments(
-                q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], parts["dq_sum"],
+                q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], dq_sum,
                 dkv_sum, softmax_scale, grid,
             )
         )  # fmt: skip
-    stages.postprocess(parts["dq_sum"], dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
+    stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
     error.enqueue_copy()
     return dq, dkv[0], dkv[1]
 

@@ -20,12 +20,12 @@ from cutlass.cute.nvgpu import cpasync
 from msa_vendored.backward import sm100_layout as plan
 from msa_vendored.backward import sm100_ptx as ptx
 from msa_vendored.backward.sm100_compute import ComputeRole
-from msa_vendored.backward.sm100_fixed_point import FixedPointReduceRole
 from msa_vendored.backward.sm100_layout import HEAD_DIM, TILE, Smem
 from msa_vendored.backward.sm100_mma import MultiplyRole
 from msa_vendored.backward.sm100_producers import ProducerRoles
 from msa_vendored.backward.sm100_reduce import ReduceRole
 from msa_vendored.backward.sm100_walk import Context
+from msa_vendored.compiling import compile_options
 
 
 class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
@@ -55,17 +55,11 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         stream: Any,
     ) -> None:
         """Launch; see :func:`compile_main`."""
+        by_tma = plan.gathers_by_tma(self.ratio)
+        row_maps = (self._row_map(q), self._row_map(grad_out)) if const_expr(by_tma) else (None, None)
+        maps = (*row_maps, self._block_map(k), self._block_map(v))
         tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
-        operands = (q, grad_out, k, v, lse, delta)
-        self._launch(operands, tables, (dq_pool, dkv, None, None), softmax_scale, ctas, stream)
-
-    @cute.jit
-    def _launch(self, operands: Any, tables: Any, out: Any, softmax_scale: Float32, ctas: Int32, stream: Any) -> None:
-        q, grad_out, k, v, lse, delta = operands
-        q_map = self._row_map(q) if const_expr(plan.gathers_by_tma(self.ratio)) else None
-        grad_out_map = self._row_map(grad_out) if const_expr(plan.gathers_by_tma(self.ratio)) else None
-        maps = (q_map, grad_out_map, self._block_map(k), self._block_map(v))
-        self.kernel(*maps, q, grad_out, lse, delta, *tables, *out, k.shape[1], softmax_scale).launch(
+        self.kernel(*maps, q, grad_out, lse, delta, *tables, dq_pool, dkv, k.shape[1], softmax_scale).launch(
             grid=(ctas, 1, 1),
             block=(plan.PLAN.threads, 1, 1),
             smem=plan.smem_bytes(self.ratio),
@@ -116,8 +110,6 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         document_workspace_starts: cute.Tensor,
         dq_pool: cute.Tensor,
         dkv: cute.Tensor,
-        dq_factor: Any,
-        dkv_factor: Any,
         key_heads: Int32,
         softmax_scale: Float32,
     ) -> None:
@@ -128,9 +120,7 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
         c.cu_seqlens, c.document_workspace_starts = _address(cu_seqlens), _address(document_workspace_starts)
         c.q, c.grad_out, c.lse, c.delta = _address(q), _address(grad_out), _address(lse), _address(delta)
         c.dq_pool, c.dk = _address(dq_pool), _address(dkv)
-        c.dv = c.dk + Int64(dkv.shape[0]) * (dkv.element_type.width // 16)
-        if const_expr(dq_factor is not None):
-            c.dq_factor, c.dkv_factor = _address(dq_factor), _address(dkv_factor)
+        c.dv = c.dk + Int64(dkv.shape[0]) * 2
         c.k_map, c.v_map = ptx.tensor_map_address(k_map), ptx.tensor_map_address(v_map)
         if const_expr(plan.gathers_by_tma(self.ratio)):
             c.q_map, c.grad_out_map = ptx.tensor_map_address(q_map), ptx.tensor_map_address(grad_out_map)
@@ -168,97 +158,47 @@ class MainKernel(ProducerRoles, MultiplyRole, ComputeRole, ReduceRole):
             self.reduce(c)
 
 
-class DeterministicKernel(FixedPointReduceRole, MainKernel):
-    """The variant whose sums do not depend on the order in which CTAs add."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        grad_out: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        lse: cute.Tensor,
-        delta: cute.Tensor,
-        task_meta: cute.Tensor,
-        task_qrows: cute.Tensor,
-        task_qpos: cute.Tensor,
-        descriptor: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        document_workspace_starts: cute.Tensor,
-        dq_pool: cute.Tensor,
-        dkv: cute.Tensor,
-        dq_factor: cute.Tensor,
-        dkv_factor: cute.Tensor,
-        softmax_scale: Float32,
-        ctas: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch; see :func:`compile_main`."""
-        tables = (task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts)
-        operands = (q, grad_out, k, v, lse, delta)
-        self._launch(operands, tables, (dq_pool, dkv, dq_factor, dkv_factor), softmax_scale, ctas, stream)
-
-
 def _address(tensor: cute.Tensor) -> Any:
     return Int64(tensor.iterator.toint())
 
 
-def compile_main(
-    *, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16", deterministic: bool = False
-) -> Any:
+def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16") -> Any:
     """Compile the main kernel for one architecture.
 
     Args:
         arch: ``sm_100a`` or ``sm_103a``.
         ratio: query heads for each key head, 1, 2, 4, 8 or 16.
-        dq_accumulation: dtype of ``dq_pool``: ``"bf16"`` or ``"fp32"``; without effect if deterministic.
-        deterministic: sums in integers, see ``sm100_fixed_point``.
+        dq_accumulation: dtype of ``dq_pool``: ``"bf16"`` or ``"fp32"``.
 
     Returns:
-        A function that adds to ``dq_pool`` and ``dkv`` (layouts in ``sm100_layout`` and ``sm100_fixed_point``). Tensors
-        are contiguous, on one device and 16-byte aligned, but ``cu_seqlens`` and ``document_workspace_starts`` 4-byte:
+        A function that adds to ``dq_pool`` and ``dkv`` (layouts in ``sm100_layout``). Tensors are contiguous, on one
+        device and 16-byte aligned, but ``cu_seqlens`` and ``document_workspace_starts`` only 4-byte. In this order:
 
         - q, grad_out: bf16 ``[T, Hq, 128]``; k, v: bf16 ``[W, Hkv, 128]``, W a multiple of 128
         - lse (natural log), delta: fp32 ``[T, Hq]``
         - task_meta, task_qrows, task_qpos, descriptor, cu_seqlens, document_workspace_starts: int32, see ``tasks``
-        - dq_pool: flat, of ``dq_accumulation``, or int32; dkv: flat fp32, or int64
-        - if deterministic: dq_factor fp32 ``[T, Hq]``, dkv_factor fp32 ``[2]``, see ``fixed_point``
+        - dq_pool: flat, of ``dq_accumulation``; dkv: flat fp32
         - softmax_scale: float; ctas: int, size of the grid
     """
     tokens, rows = cute.sym_int(), cute.sym_int(divisibility=TILE)
     query_heads, key_heads, tasks = cute.sym_int(divisibility=ratio), cute.sym_int(), cute.sym_int()
     slots = plan.slots(ratio)
-    statistic = (Float32, tokens, query_heads)
-    operands = [
-        _fake(BFloat16, length, heads, HEAD_DIM) for length, heads in ((tokens, query_heads), (rows, key_heads))
-    ]
-    tables = [
-        _fake(Int32, tasks, 4),
-        _fake(Int32, tasks, slots),
-        _fake(Int32, tasks, slots),
-        _fake(Int32, cute.sym_int()),
-    ]
+    queries, keys = _fake(BFloat16, tokens, query_heads, HEAD_DIM), _fake(BFloat16, rows, key_heads, HEAD_DIM)
+    statistic = _fake(Float32, tokens, query_heads)
+    tables = [_fake(Int32, tasks, 4), _fake(Int32, tasks, slots), _fake(Int32, tasks, slots), _fake(Int32, 8)]
     lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
-    kernel: MainKernel
-    if deterministic:
-        kernel, pools = DeterministicKernel(ratio, Int32), (Int32, Int64)
-        factors = [_fake(*statistic), _fake(Float32, 2)]
-    else:
-        dq_dtype = {"bf16": BFloat16, "fp32": Float32}[dq_accumulation]
-        kernel, pools, factors = MainKernel(ratio, dq_dtype), (dq_dtype, Float32), []
+    dq_dtype = {"bf16": BFloat16, "fp32": Float32}[dq_accumulation]
     return cute.compile(
-        kernel,
-        *(operands[0], operands[0], operands[1], operands[1]),
-        *(_fake(*statistic), _fake(*statistic)),
+        MainKernel(ratio, dq_dtype),
+        *(queries, queries, keys, keys, statistic, statistic),
         *tables,
         *lists,
-        *(_fake(dtype, cute.sym_int64()) for dtype in pools),
-        *factors,
+        _fake(dq_dtype, cute.sym_int64()),
+        _fake(Float32, cute.sym_int64()),
         Float32(1.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch}",
+        options=compile_options(arch),
     )
 
 

@@ -69,6 +69,8 @@ PLACE = 8
 """Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
 token row of a query to its last visible key in the block, 2 unused."""
 FIRST, LAST, MASKED = 1, 2, 4
+EVICT_LAST = 0x14F0000000000000
+"""L2 policy of CUTLASS's ``TMA::CacheHintSm90`` for Q, dO and dQ: up to 16 tasks of a window come back to them."""
 DQ_BYTES = 4096
 """Shared memory of a warp's dQ: 16 rows of bf16, or 8 of fp32 at a time."""
 BARRIER_DS = 1
@@ -297,6 +299,7 @@ class MainBackwardSm90:
         s_do, g_do = self.partition_rows(do_atom, shared.do.data_ptr(), do_map)
         s_k, g_k = self.partition_keys(k_atom, shared.k.data_ptr(), k_map)
         s_v, g_v = self.partition_keys(v_atom, shared.v.data_ptr(), v_map)
+        keep = Int64(EVICT_LAST)
         count, segment, loaded_head, loaded_block = Int32(0), Int32(0), Int32(-1), Int32(-1)
         for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
             begin, end = self.chunk_interval(chunk, descriptor)
@@ -315,8 +318,8 @@ class MainBackwardSm90:
                         for half in cutlass.range_constexpr(1 if self.wide else 2):
                             source = (None, head, half, token)
                             target = (None, slot, half, stage)
-                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage)
-                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage)
+                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage, cache_policy=keep)
+                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage, cache_policy=keep)
                 if task == begin or head != loaded_head or block != loaded_block:
                     loaded_head, loaded_block = head, block
                     cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
@@ -735,12 +738,13 @@ class MainBackwardSm90:
         first_lane: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ) -> None:
-        """Add boxes of this warp's shared memory to their tokens; token -1 lies outside of the tensor: no addition."""
+        """Add boxes of this warp's shared memory to their tokens; a slot without a query adds nothing."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         for box in cutlass.range_constexpr(count):
             row = cute.arch.shuffle_sync(token, first_lane + box)
-            cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row])
+            if row >= 0:
+                cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row], cache_policy=Int64(EVICT_LAST))
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

@@ -86,7 +86,9 @@ class CallPlan:
 
 
 @lru_cache(maxsize=64)
-def plan_call(sizes: Sizes, window: int, walks: tuple[str, ...], multiprocessors: int) -> CallPlan:
+def plan_call(
+    sizes: Sizes, window: int, walks: tuple[str, ...], multiprocessors: int, *, dq_in_place: bool = False
+) -> CallPlan:
     """Tables and workspace for these sizes.
 
     Args:
@@ -94,6 +96,7 @@ def plan_call(sizes: Sizes, window: int, walks: tuple[str, ...], multiprocessors
         window: the narrowest that will do in the even walk.
         walks: kind of walk of each pass.
         multiprocessors: CTAs that the main kernel is launched with at most.
+        dq_in_place: no ``dq_sum`` is needed.
 
     Raises:
         ArgumentValueError: more key blocks than the task build can order.
@@ -105,7 +108,7 @@ def plan_call(sizes: Sizes, window: int, walks: tuple[str, ...], multiprocessors
     dq_dtype = {"bf16": torch.bfloat16, "fp32": f32}[s.dq_accumulation]
     dkv_elements = 2 * s.workspace_rows * s.key_heads * HEAD_DIM
     regions = [
-        Region("dq_sum", dq_dtype, (s.tokens * s.query_heads * HEAD_DIM,), zeroed=True),
+        Region("dq_sum", dq_dtype, (0 if dq_in_place else s.tokens * s.query_heads * HEAD_DIM,), zeroed=True),
         Region("dkv_sum", f32, (dkv_elements,), zeroed=True),
         Region("error_word", i32, (1,), zeroed=True),
         Region("delta", f32, (s.tokens, s.query_heads)),

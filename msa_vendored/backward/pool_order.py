@@ -21,6 +21,10 @@ ROW_ORDER = "d0 d1 d2 d3 d4 d5 d6"
 """The order of the gradient itself."""
 
 
+IN_PLACE = "in place"
+"""No order of a pool: the main kernel adds to the bf16 gradient itself."""
+
+
 def head_group_order(heads: int) -> str:
     """``heads`` (1, 2, 4 or 8) neighbouring heads side by side: the dQ pool of the SM100 main kernel."""
     return " ".join([*(f"r{i}" for i in range(heads.bit_length() - 1)), ROW_ORDER])
@@ -29,18 +33,9 @@ def head_group_order(heads: int) -> str:
 SM100_DKV_ORDER = "d0 d1 r0 r1 r2 r3 r4 r5 r6 d2 d3 d4 d5 d6"
 """dK and dV of the SM100 main kernel, a tile for each (key block, kv head): ``[d // 4, key, d % 4]``."""
 
-SM90_DKV_ORDER = "d0 r3 d1 d2 r0 r1 r2 r4 r5 d3 d4 d5 d6 r6"
-"""dK and dV of the SM90 main kernel, a tile for each (key block, kv head)."""
-
-
-def sm90_dq_order(heads: int, element_bytes: int) -> str:
-    """Order of dQ in the SM90 main kernel, a tile for ``heads`` = min(ratio, 8) rows.
-
-    A lane of a wgmma fragment holds two neighbouring d of each 8; as many pairs as fill 16 bytes lie together.
-    """
-    rows = [f"r{i}" for i in range(heads.bit_length() - 1)]
-    together, apart = (["d3", "d4"], ["d5", "d6"]) if element_bytes == 2 else (["d3"], ["d4", "d5", "d6"])
-    return " ".join(["d0", *together, "d1", "d2", *rows, *apart])
+SM90_DKV_ORDER = "d0 r3 d1 d2 r0 r1 r2 d3 d4 d5 d6 r4 r5 r6"
+"""dK and dV of the SM90 main kernel, a tile for each (key block, kv head). Its dQ has :data:`ROW_ORDER` in fp32, and
+is added in place in bf16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
-from msa_vendored.backward.pool_order import VECTOR_BYTES, GranulePlan, plan_granules
+from msa_vendored.backward.pool_order import IN_PLACE, VECTOR_BYTES, GranulePlan, plan_granules
 from msa_vendored.compiling import compile_options
 
 POOL_DTYPES = {"fp32": Float32, "bf16": BFloat16}
@@ -139,11 +139,33 @@ class PoolReader:
         return cute.make_tensor(source + cute.assume(offset, divby=values), cute.make_layout(values)).load()
 
 
+class InPlace:
+    """In place of a reader of the dQ pool where the main kernel adds to dq itself: there is nothing to convert."""
+
+    def ctas(self, rows: Int32) -> int:
+        """Few, since all that they ever do is to make a result NaN."""
+        return 128
+
+    @cute.jit
+    def convert(
+        self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32, spoilt: Boolean
+    ) -> None:
+        """NaN everywhere if ``spoilt``."""
+        if spoilt:
+            thread, _, _ = cute.arch.thread_idx()
+            values = cute.make_rmem_tensor(OCTET, BFloat16)
+            values.fill(BFloat16(math.nan))
+            for octet in cutlass.range(cta * THREADS + thread, rows * (HEAD_DIM // OCTET), self.ctas(rows) * THREADS):
+                base = cute.assume(Int64(octet) * OCTET, divby=OCTET)
+                cute.make_tensor(target + base, cute.make_layout(OCTET)).store(values.load())
+
+
 class Postprocess:
     """Host function and kernel for one dtype and order of the dQ pool and one order of the dK and dV pools."""
 
     def __init__(self, dq_dtype: str, dq_order: str, dkv_order: str) -> None:
-        self.dq = PoolReader(dq_dtype, dq_order)
+        self.dq_dtype = POOL_DTYPES[dq_dtype]
+        self.dq = InPlace() if dq_order == IN_PLACE else PoolReader(dq_dtype, dq_order)
         self.dkv = PoolReader("fp32", dkv_order)
 
     @cute.jit
@@ -214,7 +236,8 @@ def compile_postprocess(
     Args:
         arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
         dq_dtype: ``"fp32"`` or ``"bf16"``, type of the dQ pool.
-        dq_order: order of the dQ pool; its tiles are groups of neighbouring heads of a token.
+        dq_order: order of the dQ pool; its tiles are groups of neighbouring heads of a token. Or
+            :data:`~msa_vendored.backward.pool_order.IN_PLACE`: the pool, of bf16, is dq.
         dkv_order: order of the fp32 dK and dV pools; its tiles are the 128 keys of a key block and kv head.
         report_errors: two more arguments ``(error_word, device_word)``, int32 ``[1]``: if the first is not 0, it is
             ORed into the second and the gradients become NaN.
@@ -241,7 +264,7 @@ def compile_postprocess(
     words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)] * 2 if report_errors else []
     return cute.compile(
         stage.report if report_errors else stage,
-        fake(stage.dq.dtype, cute.sym_int64()),
+        fake(stage.dq_dtype, cute.sym_int64()),
         fake(BFloat16, tokens, heads, HEAD_DIM),
         fake(Float32, cute.sym_int64()),
         fake(BFloat16, 2, rows, kv_heads, HEAD_DIM),

@@ -16,7 +16,8 @@ from msa_vendored.backward.sm100_walk import Context, Walker
 
 LOG2_E = math.log2(math.e)
 ROW_BYTES = HEAD_DIM * 2
-GATHER_BATCH = 8
+GATHER_ROWS = 32
+"""Rows whose token numbers are loaded before any of them is waited for."""
 
 
 class ProducerRoles(Walker):
@@ -37,6 +38,8 @@ class ProducerRoles(Walker):
                     tokens = self.query_rows(c, task, 0, self.slots)
                     self._copy_rows(c, (Barrier.DO_EMPTY, Barrier.DO_FULL, Smem.DO, c.grad_out_map), tile, head, tokens)
                     self._copy_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q_map), tile, head, tokens)
+                else:
+                    self._gather_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q), tile, head, task)
                 if head != head_before or block != block_before:
                     self._copy_block(c, (Barrier.V_EMPTY, Barrier.V_FULL, Smem.V, c.v_map), segment, head, block)
                     self._copy_block(c, (Barrier.K_EMPTY, Barrier.K_FULL, Smem.K, c.k_map), segment, head, block)
@@ -78,7 +81,7 @@ class ProducerRoles(Walker):
 
     @cute.jit
     def gather(self, c: Context) -> None:
-        """Copies dO and Q of each tile by cp.async, two rows an instruction."""
+        """Copies dO of each tile by cp.async; the load warp does so with Q."""
         self.enter(c)
         tile = Int32(0)
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
@@ -86,34 +89,40 @@ class ProducerRoles(Walker):
             for task in cutlass.range(begin, end, unroll=1):
                 _, head, _, _ = self.meta(c, task)
                 self._gather_rows(c, (Barrier.DO_EMPTY, Barrier.DO_FULL, Smem.DO, c.grad_out), tile, head, task)
-                self._gather_rows(c, (Barrier.Q_EMPTY, Barrier.Q_FULL, Smem.Q, c.q), tile, head, task)
                 tile += 1
 
     @cute.jit
     def _gather_rows(self, c: Context, what: Any, tile: Any, head: Any, task: Any) -> None:
+        """128 rows, two an instruction: lane 0 to 15 take one, 16 bytes each, lane 16 to 31 the next."""
         empty, full, offset, tensor = what
         stage, parity = tile % STAGES, tile // STAGES % 2
+        odd, chunk = c.lane // 16, c.lane % 16
+        token_bytes = c.key_heads * (self.ratio * ROW_BYTES)
+        row_in_token = odd % self.ratio
+        source = tensor + Int64((head * self.ratio + row_in_token) * ROW_BYTES + chunk * 16)
+        token_address = c.task_qrows + Int64(task) * (self.slots * 4) + Int64(odd // self.ratio * 4)
+        base = c.smem + offset + stage * plan.OPERAND_BYTES + chunk // 8 * plan.HALF_BYTES + odd * 128
+        # The swizzle of row 2 * i + odd, for the four i of a group of eight rows.
+        targets = [base + (((chunk % 8) ^ (2 * i + odd)) << 4) for i in range(4)]
         ptx.wait_barrier(self.barrier(c, empty, stage), parity ^ 1)
-        target = c.smem + offset + stage * plan.OPERAND_BYTES
-        for batch in cutlass.range(TILE // (2 * GATHER_BATCH), unroll=1):
-            self._gather_batch(c, target, tensor, head, task, batch * (2 * GATHER_BATCH))
+        for batch in cutlass.range(TILE // GATHER_ROWS, unroll=1):
+            tokens = token_address + Int64(batch * (GATHER_ROWS // self.ratio * 4))
+            shifted = [target + batch * (GATHER_ROWS * ROW_BYTES) for target in targets]
+            self._gather_batch(shifted, source, tokens, token_bytes)
         ptx.wait_async_copies()
         ptx.fence_async_shared()
         self.arrive_once(self.barrier(c, full, stage))
 
-    def _gather_batch(self, c: Context, target: Any, tensor: Any, head: Any, task: Any, first: Any) -> None:
-        """16 rows: lane 0 to 15 take one row, 16 bytes each, lane 16 to 31 the next."""
-        chunk = c.lane % 16
-        rows = [first + 2 * i + c.lane // 16 for i in range(GATHER_BATCH)]
-        slots = [c.task_qrows + Int64(task * self.slots + row // self.ratio) * 4 for row in rows]
-        tokens = [ptx.load_global_ints(slot, 1)[0] for slot in slots]
-        for row, token in zip(rows, tokens, strict=True):
-            query_head = head * self.ratio + row % self.ratio
-            index = Int64(cutlass.max(token, 0)) * (c.key_heads * self.ratio) + query_head
-            in_group = row % plan.SWIZZLE_ROWS
-            place = row // plan.SWIZZLE_ROWS * plan.GROUP_BYTES + chunk // 8 * plan.HALF_BYTES + in_group * 128
-            place += (chunk % 8 ^ in_group) * 16
-            ptx.copy_async(target + place, tensor + index * ROW_BYTES + Int64(chunk * 16), token)
+    def _gather_batch(self, targets: list[Any], source: Any, tokens: Any, token_bytes: Any) -> None:
+        """``GATHER_ROWS`` rows, that many divided by ``ratio`` tokens."""
+        pairs_of_token = max(1, self.ratio // 2)
+        for i in range(GATHER_ROWS // 2):
+            if i % pairs_of_token == 0:
+                token = ptx.load_global_ints(tokens + i * 2 // self.ratio * 4, 1)[0]
+                size = ptx.select(token >= 0, Int32(16), Int32(0))
+                address = source + Int64(cutlass.max(token, 0)) * token_bytes
+            place = i // 4 * plan.GROUP_BYTES + 2 * i % plan.SWIZZLE_ROWS * 128
+            ptx.copy_async(targets[i % 4], place, address, i % pairs_of_token * 2 * ROW_BYTES, size)
 
     # -- row warp -----------------------------------------------------------------------------------------------------
 

@@ -83,16 +83,6 @@ def to_bf16x2(low: Any, high: Any) -> Any:
     return _assemble("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
 
 
-def to_int32(value: Any) -> Any:
-    """Rounded to the nearest, ties to even; saturates."""
-    return _assemble("cvt.rni.s32.f32 $0, $1;", [Int32], [value], pure=True)[0]
-
-
-def to_int64(value: Any) -> Any:
-    """Rounded to the nearest, ties to even; saturates."""
-    return _assemble("cvt.rni.s64.f32 $0, $1;", [Int64], [value], pure=True)[0]
-
-
 def bits(value: Any) -> Any:
     """The bits of a fp32 as an Int32."""
     return _assemble("mov.b32 $0, $1;", [Int32], [value], pure=True)[0]
@@ -159,16 +149,6 @@ def add_global_bf16(address: Any, words: Sequence[Any], offset: int = 0, where: 
     _reduce(".noftz", "bf16x2", address, words, offset, where)
 
 
-def add_global_int32(address: Any, value: Any, offset: int = 0, where: Any = None) -> None:
-    """Reduction of an int32; only if ``where`` is not negative."""
-    _reduce("", "s32", address, [value], offset, where)
-
-
-def add_global_int64(address: Any, value: Any, offset: int = 0) -> None:
-    """Reduction of an int64."""
-    _reduce("", "u64", address, [value], offset, None)
-
-
 def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offset: int, where: Any) -> None:
     count = len(values)
     vector, listed = (f".v{count}", _list(1, count)) if count > 1 else ("", "$1")
@@ -180,13 +160,10 @@ def _reduce(rounding: str, kind: str, address: Any, values: Sequence[Any], offse
     _assemble(text, [], [address, *values, where])
 
 
-def copy_async(target: Any, source: Any, where: Any) -> None:
-    """16 bytes from global to shared memory, or zeros if ``where`` is negative."""
-    text = (
-        "{\n\t.reg .pred p;\n\t.reg .b32 n;\n\tsetp.ge.s32 p, $2, 0;\n\tselp.b32 n, 16, 0, p;\n\t"
-        "cp.async.cg.shared.global [$0], [$1], 16, n;\n\t}"
-    )
-    _assemble(text, [], [target, source, where])
+def copy_async(target: Any, target_offset: int, source: Any, source_offset: int, size_bytes: Any) -> None:
+    """16 bytes from global to shared memory, of which the first ``size_bytes`` are read and the rest are zeros."""
+    text = f"cp.async.cg.shared.global [$0+{target_offset}], [$1+{source_offset}], 16, $2;"
+    _assemble(text, [], [target, source, size_bytes])
 
 
 def wait_async_copies() -> None:

@@ -12,8 +12,8 @@ from msa_vendored.backward import sm100_ptx as ptx
 from msa_vendored.backward.sm100_layout import HEAD_DIM, TILE, Barrier, Column
 from msa_vendored.backward.sm100_walk import Context, Walker
 
-PREFETCHED_SLOTS = 16
-"""Tiles of at most so many queries have their token rows loaded before dQ is waited for."""
+TOKEN_BATCH = 4
+"""Token rows that are loaded together where a tile has too many for the registers."""
 
 
 class ReduceRole(Walker):
@@ -31,7 +31,7 @@ class ReduceRole(Walker):
         for chunk in cutlass.range(c.chunk, c.walk[4], c.grid, unroll=1):
             begin, end = self.interval(c, chunk)
             for task in cutlass.range(begin, end, unroll=1):
-                tokens = self.query_rows(c, task, 0, min(self.slots, PREFETCHED_SLOTS))
+                tokens = self.query_rows(c, task, 0, self.slots if self.slots <= 16 else 0)
                 following, more = self.next_task(c, chunk, task, end)
                 _, next_head, next_block, _ = self.meta(c, following)
                 ptx.wait_barrier(self.barrier(c, Barrier.DQ_FULL), tile % 2)
@@ -61,7 +61,7 @@ class ReduceRole(Walker):
             base -= Int64(c.lane % 2 * 2)
         for slot in range(self.slots):
             if slot >= len(tokens):
-                tokens = tokens + self.query_rows(c, task, slot, PREFETCHED_SLOTS)
+                tokens = tokens + self.query_rows(c, task, slot, TOKEN_BATCH)
             self._add_slot(c, base, token_bytes, slot, tokens, values)
 
     def _to_words(self, c: Context, part: list[Any]) -> list[Any]:

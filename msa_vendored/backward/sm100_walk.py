@@ -33,8 +33,6 @@ class Context:
     dq_pool: Any
     dk: Any
     dv: Any
-    dq_factor: Any
-    dkv_factor: Any
     q_map: Any
     grad_out_map: Any
     k_map: Any

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from msa_vendored.backward.pool_order import SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order, sm90_dq_order
+from msa_vendored.backward.pool_order import IN_PLACE, ROW_ORDER, SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
@@ -115,6 +115,7 @@ class Stages:
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
             :func:`msa_vendored.backward.postprocess.compile_postprocess`.
         walk: how the main kernel likes its tasks ordered and cut.
+        dq_in_place: the main kernel adds to dq itself, which has to be zero then; there is no ``dq_sum`` beside it.
     """
 
     delta: Kernel
@@ -122,29 +123,42 @@ class Stages:
     main: Callable[[MainArguments], None]
     postprocess: Kernel
     walk: Walk
+    dq_in_place: bool = False
 
 
 @lru_cache(maxsize=64)
-def arch_of(device: torch.device) -> str:
-    """Architecture that kernels for ``device`` are compiled for. Remembered: asking the driver takes 10 us.
+def find_arch(device: torch.device) -> str | None:
+    """Architecture that kernels for ``device`` are compiled for, None if there are none.
+
+    Remembered, since asking the driver takes 10 us.
+    """
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def describe_device(device: torch.device) -> str:
+    """What a device is, for error messages."""
+    if device.type != "cuda":
+        return f"device {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def require_arch(device: torch.device) -> str:
+    """As :func:`find_arch`.
 
     Raises:
         UnavailableError: no GPU, or one that the kernels are not written for; the message names it.
     """
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability in ARCHITECTURES:
-            return ARCHITECTURES[capability]
-        found = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
-    else:
-        found = f"device {device}"
-    raise UnavailableError(
-        "run_backward has no kernels for this device",
-        where=f"tensors on {device}",
-        expected="an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3",
-        got=found,
-        next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
-    )
+    arch = find_arch(device)
+    if arch is None:
+        raise UnavailableError(
+            "run_backward has no kernels for this device",
+            where=f"tensors on {device}",
+            expected="an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3",
+            got=describe_device(device),
+            next_command='use kernels(backend="reference").run_backward, which computes the same in PyTorch',
+        )
+    return arch
 
 
 @lru_cache(maxsize=64)
@@ -181,6 +195,7 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
         ),
         walk=WALKS[arch],
+        dq_in_place=orders["dq_order"] == IN_PLACE,
     )
 
 
@@ -230,8 +245,7 @@ def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main,
             a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    dq_order = sm90_dq_order(min(structure.ratio, 8), _SUM_BYTES[dq_accumulation])
-    return main, {"dq_order": dq_order, "dkv_order": SM90_DKV_ORDER}
+    return main, {"dq_order": IN_PLACE if dq_accumulation == "bf16" else ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
 
 
 def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str) -> Kernel:

@@ -26,14 +26,14 @@ TOPK_CHOICES: Final = (4, 8, 16, 32)
 HEAD_RATIOS: Final = (1, 2, 4, 8, 16)
 """Query heads per key/value head that the official forward accepts."""
 
-_CAPABILITY: Final = {"sm100": 10, "sm90": 9}
+_BACKEND_OF: Final = {(10, 0): "sm100", (10, 3): "sm100", (9, 0): "sm90"}
 
 
 def resolve_backend(backend: str | None, device: torch.device) -> str:
     """Name of the backend that tensors on ``device`` use.
 
     The rule, in full. A name is taken at its word. None means: on the CPU ``"reference"``; on a CUDA device of
-    compute capability 10.x ``"sm100"``, of 9.0 ``"sm90"``. Any other device has no kernels, and None is refused
+    compute capability 10.0 or 10.3 ``"sm100"``, of 9.0 ``"sm90"``. Any other device has no kernels, and None is refused
     there: the reference runs on it too, but only if it is asked for, since it is no substitute for a kernel.
 
     Args:
@@ -58,7 +58,7 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
         raise UnavailableError(
             f"no {backend or 'kernel'} backend for this device",
             where=_device_words(device),
-            expected="CUDA compute capability 10.x for 'sm100', 9.0 for 'sm90'",
+            expected="CUDA compute capability 10.0 or 10.3 for 'sm100', 9.0 for 'sm90'",
             got=f"backend={backend!r}",
             next_command='pass backend="reference" to compute the same in PyTorch',
         )
@@ -68,10 +68,7 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
 def _kernels_of(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == _CAPABILITY["sm100"]:
-        return "sm100"
-    return "sm90" if (major, minor) == (_CAPABILITY["sm90"], 0) else None
+    return _BACKEND_OF.get(torch.cuda.get_device_capability(device))
 
 
 def _device_words(device: torch.device) -> str:
@@ -95,7 +92,7 @@ def bind_kernels(backend: str) -> MSAKernels:
         if backend == "reference":
             raise
         raise UnavailableError(
-            f"the {backend} launchers cannot be bound: {error.what}",
+            error.what,
             where=error.where,
             expected=error.expected,
             got=error.got,
@@ -103,12 +100,11 @@ def bind_kernels(backend: str) -> MSAKernels:
         ) from error
 
 
-def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_scale: float) -> None:
+def require_supported(backend: str, *, q: Tensor, softmax_scale: float) -> None:
     """Refuse a call that the backend has no kernels for, before anything is launched.
 
-    The reference takes every head dimension, float32 and float64 too, and any finite softmax scale. SM90 takes
-    bfloat16 and head dimension 128. SM100 is built for MiniMax-M3's shape, and its ``run_backward`` has the scale
-    built in.
+    The reference takes every head dimension, float32 and float64 too. SM100 and SM90 take bfloat16 and head dimension
+    128, any number of key heads, and whatever ``HEAD_RATIOS`` and ``TOPK_CHOICES`` list; all take any finite scale.
 
     Raises:
         ArgumentValueError: (a ValueError) one of the numbers differs.
@@ -119,18 +115,7 @@ def require_supported(backend: str, *, q: Tensor, k: Tensor, topk: int, softmax_
         )
     if backend == "reference":
         return
-    limits: list[tuple[str, object, object]] = [
-        ("q.dtype", torch.bfloat16, q.dtype),
-        ("head dimension", 128, q.shape[2]),
-    ]
-    if backend == "sm100":
-        limits += [
-            ("query heads", 64, q.shape[1]),
-            ("key/value heads", 4, k.shape[1]),
-            ("blocks per query", 16, topk),
-            ("softmax_scale", 128**-0.5, softmax_scale),
-        ]
-    for name, expected, got in limits:
+    for name, expected, got in (("q.dtype", torch.bfloat16, q.dtype), ("head dimension", 128, q.shape[2])):
         if expected != got:
             raise ArgumentValueError(
                 f"the {backend} backend does not support this {name}",

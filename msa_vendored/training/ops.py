@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msa_vendored.backward import MSABackwardSchedule
 from msa_vendored.backward.checks import aligned_operand
 from msa_vendored.reference.backward import BackwardSchedule
 from msa_vendored.training.backends import (
@@ -49,7 +48,7 @@ def launch_forward(
     """
     name = resolve_backend(backend or None, q.device)
     topk, key_heads = block_ids.shape[2], k.shape[1]
-    require_supported(name, q=q, k=k, topk=topk, softmax_scale=softmax_scale)
+    require_supported(name, q=q, softmax_scale=softmax_scale)
     require_determinism(name)
     bundle = bind_kernels(name)
     # The reference refuses unusable selections itself, and the index of SM90 notices them in passing.
@@ -178,14 +177,13 @@ def launch_backward(
     name = resolve_backend(backend or None, q.device)
     require_determinism(name)
     bundle = bind_kernels(name)
-    make_schedule = MSABackwardSchedule if name == "sm100" else BackwardSchedule
-    schedule = make_schedule(row_ptr, q_indices, scheduler_metadata, work_count, cu_seqlens, document_workspace_starts)
+    schedule = BackwardSchedule(
+        row_ptr, q_indices, scheduler_metadata, work_count, cu_seqlens, document_workspace_starts
+    )
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
         v_aligned = v.new_zeros((workspace_size, *v.shape[1:])).index_copy_(0, workspace_positions, v)
-        options: dict[str, Any] = {} if name == "sm100" else {"softmax_scale": softmax_scale}
-        if name == "sm90":
-            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        deterministic = {"deterministic": torch.are_deterministic_algorithms_enabled()} if name == "sm90" else {}
         dq, dk_aligned, dv_aligned = bundle.run_backward(
             q=q,
             k_aligned=k_aligned,
@@ -194,7 +192,8 @@ def launch_backward(
             lse=lse,
             out=out,
             schedule=schedule,
-            **options,
+            softmax_scale=softmax_scale,
+            **deterministic,
         )
         dk = dk_aligned.index_select(0, workspace_positions)
         dv = dv_aligned.index_select(0, workspace_positions)

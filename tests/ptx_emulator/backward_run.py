@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ptx_emulator import cute_host
-from ptx_emulator.launch import Options
+from ptx_emulator.launch import ALL_CHECKS, Options
 from ptx_emulator.report import Report
 
 
@@ -41,6 +41,7 @@ class Case:
         seed: of operands and selection.
         schedules: (schedule, seed) of each run.
         deterministic: option of ``run_backward``.
+        checked: look for races and uninitialised reads; several times slower.
         corrupt: makes the schedule inconsistent: ``""`` or ``"query"``.
     """
 
@@ -55,6 +56,7 @@ class Case:
     seed: int = 0
     schedules: tuple[tuple[str, int], ...] = (("eager", 0),)
     deterministic: bool = False
+    checked: bool = True
     corrupt: str = ""
 
 
@@ -107,8 +109,9 @@ def run(case: Case, arch: str, emulated: Emulated) -> Iterator[Result]:
     structure = Structure(arch, case.ratio, case.dq_accumulation, case.deterministic)
     stages = load_stages(structure, load=emulated.load)
     aligned = tuple(aligned_operand(tensor) for tensor in operands.values())
+    checks = ALL_CHECKS if case.checked else frozenset()
     for name, seed in case.schedules:
-        emulated.options, emulated.report = Options(name, seed, resident_ctas=case.resident_ctas), Report()
+        emulated.options, emulated.report = Options(name, seed, checks, resident_ctas=case.resident_ctas), Report()
         word = ErrorWord(torch.device("cpu"))
         started = time.perf_counter()
         with poisoned_empty():
@@ -176,7 +179,8 @@ def make_problem(case: Case) -> tuple[dict[str, torch.Tensor], Any, Any, tuple[t
         "out": out,
     }
     leaves: list[Any] = [tensor.double().requires_grad_() for tensor in (packed.q, packed.k, packed.v)]
-    dense, _ = dense_attention(*leaves, packed.q2k_indices, cu, cu, causal=True, softmax_scale=case.softmax_scale)
+    q64, k64, v64 = leaves
+    dense, _ = dense_attention(q64, k64, v64, packed.q2k_indices, cu, cu, causal=True, softmax_scale=case.softmax_scale)
     return operands, schedule, workspace, torch.autograd.grad(dense, leaves, packed.grad_out.double())
 
 

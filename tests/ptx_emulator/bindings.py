@@ -13,7 +13,7 @@ from ptx_emulator.build import library_path
 from ptx_emulator.lower import Program
 
 SCHEDULES = {"eager": 0, "lazy": 1, "random": 2}
-CHECKS = {"uninitialised": 1, "races": 2, "global": 4}
+CHECKS = {"uninitialised": 1, "races": 2, "global": 4, "lanes": 8, "tcgen05-fences": 16}
 
 
 class InstructionRecord(c.Structure):

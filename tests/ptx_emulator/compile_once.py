@@ -30,9 +30,9 @@ def load_and_run(arch: str) -> dict[str, Any]:
         return compiled[-1]
 
     kernel = load_kernel(compile_counted, arch=arch)
-    function = cute_host.CompiledFunction(compiled[0] if compiled else compile_scale(arch=arch))
-    assert kernel is not function.function, "what was compiled was used, not what is on disk"
-    function.function = kernel
+    source = compiled[0] if compiled else compile_scale(arch=arch)
+    assert kernel is not source, "what was compiled was used, not what is on disk"
+    function = cute_host.CompiledFunction(kernel, ptx=source.__ptx__)
     x = torch.arange(1000, dtype=torch.float32)
     y = torch.full_like(x, torch.nan)
     report = Report()

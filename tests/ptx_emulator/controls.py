@@ -49,10 +49,21 @@ def _exchange(barrier: str, mask: int) -> str:
     )
 
 
+def _release(barrier: str) -> str:
+    return START + (
+        "@!%p1 bra SKIP; mbarrier.init.shared.b64 [%r3+1024], 1; SKIP: bar.sync 0; setp.eq.u32 %p2, %r1, 0;"
+        f"@!%p2 bra WAIT; st.shared.b32 [%r5], %r0; {barrier} @%p1 mbarrier.arrive.shared.b64 _, [%r3+1024]; bra END;"
+        "WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [%r3+1024], 0; @!%p4 bra WAIT;"
+        "ld.shared.b32 %r11, [%r5+-128]; st.global.b32 [%d4], %r11; END:"
+    )
+
+
 CONTROLS = (
     Control("BAR", "order between warps", _exchange("bar.sync 0;", 128)),
     Control("BAR", "order between lanes of a warp", _exchange("bar.sync 0;", 4)),
     Control("SYNCWARP", "order between lanes of a warp", _exchange("bar.warp.sync -1;", 4)),
+    Control("BAR", "what all lanes did before one lane signals", _release("bar.sync 1, 32;")),
+    Control("SYNCWARP", "what all lanes did before one lane signals", _release("bar.warp.sync -1;")),
     Control("FENCE_PROXY", "ordinary stores before a bulk copy", BULK_STORE),
     Control("BULK_COMMIT", "a bulk store before the CTA ends", BULK_STORE),
     Control("BULK_WAIT", "a bulk store before the CTA ends", BULK_STORE),
@@ -94,22 +105,23 @@ def subject(control: Control) -> Subject:
 
 
 @cache
-def is_noticed(control: Control) -> bool:
-    """Whether the emulator notices each deletion of the control's kind in it."""
-    session = Session(subject(control), extra_schedules=())
+def is_noticed(control: Control, checks: frozenset[str]) -> bool:
+    """Whether the emulator, with these checks, notices each deletion of the control's kind in it."""
+    session = Session(subject(control), extra_schedules=(), checks=checks)
     sites = [site for site in session.sites if site.kind == control.kind]
     return bool(sites) and all(session.try_deletion([site]).caught for site in sites)
 
 
-def find_blindness(kind: str, seen: bool) -> str:
+def find_blindness(kind: str, seen: bool, checks: frozenset[str]) -> str:
     """What the emulator does not see of a kind, in words; empty if it sees all that there are controls for.
 
     Args:
         kind: of the instruction.
         seen: whether a deletion of the kind was caught in the kernel itself, which stands for a control.
+        checks: those that were on.
     """
     controls = [control for control in CONTROLS if control.kind == kind]
-    blind = [control.facet for control in controls if not is_noticed(control)]
+    blind = [control.facet for control in controls if not is_noticed(control, checks)]
     if blind:
-        return f"the model does not see {', '.join(blind)}"
+        return f"the model does not see {' and '.join(blind)}"
     return "" if seen or controls else "no deletion of this kind was noticed anywhere"

@@ -28,7 +28,7 @@ def store(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     base, offset = x.address(operands[0])
     kind = match["type"]
     names = x.vector(operands[1])
-    widths = {x.any_source(name, 0)[1] for name in names} - {0}
+    widths = {width for width in map(x.width, names) if width}
     width = widths.pop() if widths else max(4, SIZES[kind])
     values = [x.source(name, width) for name in names]
     flags = _memory_flags(kind, [width], int(match["count"] or 1), len(values))

@@ -70,9 +70,8 @@ def wait(x: Lowering, match: re.Match[str], _operands: list[str]) -> None:
 
 
 @opcode(r"tcgen05\.fence::(before|after)_thread_sync")
-def fence(x: Lowering, _match: re.Match[str], _operands: list[str]) -> None:
-    # The SC interpreter has nothing to order; docs/emulator.md lists that a missing one is not seen.
-    x.emit("NOP", [])
+def fence(x: Lowering, match: re.Match[str], _operands: list[str]) -> None:
+    x.emit("T5_FENCE", [], int(match.group(1) == "after"))
 
 
 @opcode(r"tcgen05\.mma\.cta_group::1\.kind::(?P<kind>f16|tf32)")

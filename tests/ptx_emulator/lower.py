@@ -26,7 +26,7 @@ KINDS = (
     "CP_ARRIVE", "CP_COMMIT", "CP_WAIT", "TMA_LOAD", "TMA_STORE", "BULK_LOAD", "BULK_STORE", "BULK_COMMIT",
     "BULK_WAIT", "T5_ALLOC", "T5_DEALLOC", "T5_RELINQUISH", "T5_LD", "T5_ST", "T5_WAIT", "T5_MMA", "T5_CP",
     "T5_COMMIT", "SETMAXNREG", "ATOM", "MAPA", "LDMATRIX", "STMATRIX", "MMA_SYNC", "WGMMA_FENCE", "WGMMA_COMMIT",
-    "WGMMA_WAIT", "WGMMA", "ADD_CARRY", "MOVMATRIX", "BRX",
+    "WGMMA_WAIT", "WGMMA", "ADD_CARRY", "MOVMATRIX", "BRX", "T5_FENCE",
 )  # fmt: skip
 KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -129,6 +129,8 @@ class Lowering:
             UnsupportedPtxError: lists every instruction that is not modelled.
         """
         refused = []
+        if self.entry.ctas_per_cluster > 1:
+            refused.append(f".reqnctapercluster: clusters of {self.entry.ctas_per_cluster} CTAs; one is modelled")
         for index, statement in enumerate(self.entry.statements):
             self.index = index
             self.first_instruction.append(len(self.program.instructions))
@@ -220,21 +222,16 @@ class Lowering:
         """A register, special register, symbol or immediate as a 4- or 8-byte source."""
         if text == "_":
             raise LoweringError("'_' cannot be read")
-        known = self._width(text)
+        known = self.width(text)
         if known is not None and known != width:
             raise LoweringError(f"{text} is {8 * known} bits wide, {8 * width} expected")
         return Operand(self._slot(text, width), "use")
-
-    def any_source(self, text: str, width: int = 4) -> tuple[Operand, int]:
-        """A source of whatever width its register has, and that width; ``width`` for immediates."""
-        known = self._width(text) or width
-        return Operand(self._slot(text, known), "use"), known
 
     def result(self, text: str, width: int) -> Operand:
         """A register that the instruction writes; nothing for ``_``."""
         if text == "_":
             return NONE
-        known = self._width(text)
+        known = self.width(text)
         if known != width:
             raise LoweringError(f"{text} is {8 * known if known else '?'} bits wide, {8 * width} expected")
         return Operand(self._slot(text, width), "define")
@@ -243,7 +240,7 @@ class Lowering:
         """A written register of whatever width, and that width; (nothing, 0) for ``_``."""
         if text == "_":
             return NONE, 0
-        known = self._width(text)
+        known = self.width(text)
         if known is None:
             raise LoweringError(f"{text} is not a register")
         return Operand(self._slot(text, known), "define"), known
@@ -270,7 +267,7 @@ class Lowering:
             return NONE, symbol + offset
         if re.fullmatch(r"-?(0[xX])?[0-9a-fA-F]+", base):
             return NONE, int(base, 0) + offset
-        width = self._width(base)
+        width = self.width(base)
         if width is None:
             raise LoweringError(f"{base} is neither register nor variable")
         return Operand(self._slot(base, width) | (width == 8), "use"), offset
@@ -283,6 +280,8 @@ class Lowering:
 
     def constant(self, value: int, width: int) -> Operand:
         """A slot that holds a number in every lane."""
+        if width not in (4, 8):
+            raise LoweringError(f"{value}: registers have 4 or 8 bytes, not {width}")
         value &= (1 << (8 * width)) - 1
         key = ("constant", value, width)
         if key not in self.slots:
@@ -312,7 +311,7 @@ class Lowering:
             return LOCAL_BASE + self.entry.local[name][0]
         return None
 
-    def _width(self, text: str) -> int | None:
+    def width(self, text: str) -> int | None:
         """Bytes of a register; None for immediates and symbols, which take the width that is asked for."""
         if text in SPECIALS:
             return 4

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ptx_emulator.bindings import CHECKS
 from ptx_emulator.early_uses import find_early_uses
 from ptx_emulator.launch import Kernel, Options
 from ptx_emulator.lower import KIND_NUMBERS, ROLES, Program
@@ -134,6 +135,8 @@ class Session:
     subject: Subject
     schedules: Sequence[Schedule] = SCHEDULES
     extra_schedules: Sequence[Schedule] = EXTRA_SCHEDULES
+    checks: frozenset[str] = frozenset()
+    """If empty all that the whole kernel passes: those that are usually on, and what others it is clean under."""
     runs: int = 0
     whole: Kernel = field(init=False)
     sites: list[Site] = field(init=False)
@@ -148,6 +151,8 @@ class Session:
         self.whole = self.subject.kernel
         recorder = Recorder(self.whole)
         self.max_instructions = 1 << 33
+        if not self.checks:
+            self.checks = self._find_checks()
         longest = 0
         for schedule in (*self.schedules, *self.extra_schedules):
             outcome = self._run(recorder, schedule)
@@ -157,9 +162,17 @@ class Session:
             longest = max(longest, *(launch.instructions for launch in outcome.report.launches))
         # A mutant that spins is stopped early.
         self.max_instructions = 4 * longest + 100_000
-        kinds = {KIND_NUMBERS[kind]: kind for kind in NAMES}
+        kinds = {KIND_NUMBERS[kind]: kind for kind in NAMES if kind in KIND_NUMBERS}
         instructions = enumerate(self.whole.program.instructions)
         self.sites = [self._site(pc, kinds[i[0]]) for pc, i in instructions if i[0] in kinds and recorder.counts[pc]]
+
+    def _find_checks(self) -> frozenset[str]:
+        chosen = Options().checks
+        for check in sorted(CHECKS.keys() - chosen):
+            self.checks = chosen | {check}
+            if not self._run(self.whole, self.schedules[0]).report.findings:
+                chosen = self.checks
+        return chosen
 
     def _site(self, pc: int, kind: str) -> Site:
         statement = self.whole.program.statement(pc)
@@ -170,7 +183,7 @@ class Session:
         self.runs += 1
         self.subject.kernels[self.subject.entry] = kernel
         try:
-            return self.subject.run(Options(schedule[0], schedule[1], max_instructions=self.max_instructions))
+            return self.subject.run(Options(*schedule, self.checks, max_instructions=self.max_instructions))
         finally:
             self.subject.kernels[self.subject.entry] = self.whole
 

@@ -21,11 +21,12 @@ from ptx_emulator.subjects import Outcome, Subject
 class Loader:
     """In place of ``load_kernel``: compiles with the DSL, launches in the emulator with the current options."""
 
-    def __init__(self, arch: str) -> None:
-        cute_host.prepare(arch)
+    def __init__(self, arch: str, prepared: bool = False) -> None:
+        if not prepared:
+            cute_host.prepare(arch)
         self.arch = arch
         self.options, self.report = Options(), Report()
-        self.functions: dict[str, cute_host.CompiledFunction] = {}
+        self.functions: dict[Any, cute_host.CompiledFunction] = {}
 
     def load(self, compile_stage: Callable[..., Any], **options: Any) -> Callable[..., None]:
         """What a launcher calls to get its kernel."""
@@ -53,16 +54,21 @@ class Loader:
             tiny: as ``check``, a smaller case.
             verifier: settings for the static verifier.
         """
-        run = lambda options: self._run(check, replace(options, suppress=tuple(suppress)))  # noqa: E731
+
+        def run(options: Options) -> Outcome:
+            return self._run(check, replace(options, suppress=tuple(suppress)))
+
+        def run_tiny(options: Options) -> Outcome:
+            return self._run(tiny or check, replace(options, suppress=tuple(suppress)))
+
         first = run(Options(checks=frozenset()))
         if first.wrong:
             raise AssertionError(f"{case}: {sorted(first.wrong)}")
-        small = tiny and (lambda options: self._run(tiny, replace(options, suppress=tuple(suppress))))
         made = []
         for label, part in parts.items():
             function, entry = self._find(part)
             kernels: dict[str, Kernel] = function.kernels
-            settings = (function.function.__ptx__, small, verifier or {}, label if len(parts) > 1 else "")
+            settings = (function.function.__ptx__, run_tiny, verifier or {}, label if len(parts) > 1 else "")
             made.append(Subject(case, kernels, entry, run, *settings))
         return made
 
@@ -83,6 +89,32 @@ class Loader:
         return Outcome(self.report, frozenset(wrong))
 
 
+def backward_sm100() -> list[Subject]:
+    """The main kernel of the backward on SM100. The verifier gets full tasks: it takes no padding (-1) for a row."""
+    loader = Loader("sm_100a")
+    import sm100_backward as runs
+    from sm100_cases import Case, make_problem
+
+    from msa_vendored.backward.main_sm100 import compile_main
+
+    def make_check(case: Case) -> Callable[[], set[str]]:
+        problem = make_problem(case)
+
+        def check() -> set[str]:
+            arguments = runs.make_arguments(case, problem)
+            loader.load(compile_main, ratio=case.ratio, dq_accumulation=case.accumulation)(*arguments)
+            got = runs.read_accumulators(case, arguments[12:-2])
+            triples = zip(("dq", "dk", "dv"), got, problem.expected, strict=True)
+            limit = runs.MUTATED_TOLERANCE
+            return {name for name, a, b in triples if not float((a - b).norm() / b.norm()) <= limit}
+
+        return check
+
+    words = f"documents of {runs.MUTATED.lengths} tokens, 16/1 heads, top-k 2, one CTA"
+    small = make_check(Case((24,), topk=1, ctas=1))
+    return loader.subjects(make_check(runs.MUTATED), {"": "MainKernel"}, words, tiny=small)
+
+
 def backward_sm90() -> list[Subject]:
     """The main kernel of the backward on Hopper: several segments a CTA, so that every pipeline wraps."""
     loader = Loader("sm_90a")
@@ -96,8 +128,10 @@ def backward_sm90() -> list[Subject]:
     problem = problem_of(case)
 
     def check() -> set[str]:
-        sizes = {"grid": case.grid, "window": case.window, "rows_per_chunk": case.rows_per_chunk}
-        call = prepare_call(problem, dq_accumulation=case.dq_accumulation, **sizes)
+        call = prepare_call(
+            problem, dq_accumulation=case.dq_accumulation, grid=case.grid, window=case.window,
+            rows_per_chunk=case.rows_per_chunk,
+        )  # fmt: skip
         loader.load(compile_main, ratio=case.ratio, dq_accumulation=case.dq_accumulation)(*call.arguments())
         pairs = zip(("dq", "dk", "dv"), call.gradients(), problem.gradients or (), strict=True)
         return {name for name, got, want in pairs if not relative_error(got, want) <= 6e-3}
@@ -177,18 +211,20 @@ def postprocess() -> list[Subject]:
 
 
 def forward_sm90() -> list[Subject]:
-    """The forward on Hopper, through its launcher."""
+    """The kernels of the forward on Hopper, through its launcher."""
     from ptx_emulator import hopper_forward
 
     launcher = hopper_forward.Launcher()
     hopper_forward.poison_new_tensors()
-    case = hopper_forward.Case((133, 5), topk=2, index_heads=1, ctas=1, suppress=True)
-    loader = Loader.__new__(Loader)
-    loader.arch, loader.functions = "sm_90a", launcher.functions
-    loader.options, loader.report = Options(), Report()
+    loader = Loader("sm_90a", prepared=True)
+    loader.functions = launcher.functions
+    case = hopper_forward.Case((133, 5), topk=2, index_heads=1, ctas=1)
+    suppress = getattr(hopper_forward, "COUNTED", ())
+    # The launcher makes its options from the case's; here they are the session's.
+    module: Any = hopper_forward
+    module.Options = lambda *_a, **_k: loader.options
 
     def check() -> set[str]:
-        launcher._options = lambda *_a: loader.options  # type: ignore[method-assign]
         try:
             (result,) = launcher.run(case)
         finally:
@@ -196,8 +232,8 @@ def forward_sm90() -> list[Subject]:
         wrong = {"O"} if not result.out_error <= 4e-3 else set()
         return wrong | ({"LSE"} if not result.lse_error <= 1e-3 or result.nans else set())
 
-    parts = {"segments": "BuildSegments", "main": "ForwardMain"}
-    return loader.subjects(check, parts, "documents of 133 and 5 tokens, 16/1 heads, top-k 2", hopper_forward.COUNTED)
+    parts = {name: name for name in hopper_forward.KERNELS}
+    return loader.subjects(check, parts, "documents of 133 and 5 tokens, 16/1 heads, top-k 2, one CTA", suppress)
 
 
 def index_sm90() -> list[Subject]:

@@ -86,6 +86,8 @@ class Entry:
     max_registers: int | None
     """From ``.maxnreg``."""
     min_ctas_per_sm: int
+    ctas_per_cluster: int
+    """From ``.reqnctapercluster``."""
 
 
 _STRING_OR_COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.S)
@@ -140,6 +142,7 @@ def _parse_entry(text: str, match: re.Match[str], files: dict[int, str], dynamic
     threads = re.search(r"\.(?:reqntid|maxntid)\s+([\d, ]+)", header)
     registers = re.search(r"\.maxnreg\s+(\d+)", header)
     ctas = re.search(r"\.minnctapersm\s+(\d+)", header)
+    cluster = re.search(r"\.reqnctapercluster\s+([\d, ]+)", header)
     return Entry(
         name=match.group(1),
         parameters=parameters,
@@ -153,6 +156,7 @@ def _parse_entry(text: str, match: re.Match[str], files: dict[int, str], dynamic
         threads=_product(threads.group(1)) if threads else None,
         max_registers=int(registers.group(1)) if registers else None,
         min_ctas_per_sm=int(ctas.group(1)) if ctas else 1,
+        ctas_per_cluster=_product(cluster.group(1)) if cluster else 1,
     )
 
 

@@ -29,19 +29,19 @@ def judge(session: Session, limit: int | None = None, log: Log = lambda _text: N
             others, trial = covered[verdict.site]
             lines = ", ".join(str(other.line) for other in others)
             verdict.name, verdict.evidence = "covered", f"by line {lines}: without both, {trial.first}"
-    judge_joined(session.subject, [v for v in verdicts if v.site in joined], verdicts, log)
+    judge_joined(session, [v for v in verdicts if v.site in joined], verdicts, log)
     return verdicts
 
 
-def judge_joined(subject: Subject, joined: Sequence[Verdict], verdicts: Sequence[Verdict], log: Log) -> None:
+def judge_joined(session: Session, joined: Sequence[Verdict], verdicts: Sequence[Verdict], log: Log) -> None:
     """Decide on the members of the joint set: redundant where the model sees what they order, else as SentryWard says.
 
     The static verifier, if it is installed, sees every thread; fences it does not see.
     """
     caught = {verdict.site.kind for verdict in verdicts if verdict.name in CAUGHT}
-    blindness = {v.site.kind: find_blindness(v.site.kind, v.site.kind in caught) for v in joined}
+    blindness = {v.site.kind: find_blindness(v.site.kind, v.site.kind in caught, session.checks) for v in joined}
     unseen = [verdict.site for verdict in joined if blindness[verdict.site.kind]]
-    opinions = consult(subject, unseen, log) if unseen and sentry.is_available() else {}
+    opinions = consult(session.subject, unseen, log) if unseen and sentry.is_available() else {}
     for verdict in joined:
         verdict.name, verdict.evidence = "redundant", f"joint set of {len(joined)}"
         if blind := blindness[verdict.site.kind]:

@@ -10,7 +10,7 @@ from msa_vendored.compiling import compile_options
 THREADS = 128
 
 
-@cute.kernel  # type: ignore[untyped-decorator]
+@cute.kernel
 def scale(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32) -> None:
     """One element a thread."""
     i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
@@ -18,7 +18,7 @@ def scale(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32) -> None:
         y[i] = x[i] * factor
 
 
-@cute.jit  # type: ignore[untyped-decorator]
+@cute.jit
 def launch_scale(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32, stream: Any) -> None:
     """As many CTAs as cover x."""
     scale(x, y, factor).launch(

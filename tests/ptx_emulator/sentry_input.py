@@ -114,34 +114,9 @@ def build_input(ptx: str, entry: Entry, launch: Launch, settings: Mapping[str, A
     Raises:
         ValueError: a tensor map starts outside all tensors.
     """
-    types = find_types(ptx, entry)
     values = dict(zip((p.name for p in entry.parameters), launch.values, strict=True))
     maps = find_tensor_maps(entry)
-    declarations, arguments, shapes = [], [], []
-    for field in find_fields(entry):
-        if field.parameter in maps:
-            continue
-        data = values[field.parameter.name][field.offset : field.offset + field.size]
-        found = find_object(int.from_bytes(data, "little"), launch.tensors) if field.size == 8 else None
-        declared = {"parameter": field.parameter.name, "offset": field.offset, "name": field.name}
-        if found is not None and found[1] == 0:
-            tensor = found[0]
-            declarations.append({**declared, "type": "pointer", "space": "global", "object": tensor.name})
-            if tensor.name in launch.integers:
-                shapes.append(
-                    {
-                        "parameter": field.parameter.name,
-                        "offset": field.offset,
-                        "element_type": "u32",
-                        "shapes": [[value & 0xFFFFFFFF for value in launch.integers[tensor.name]]],
-                    }
-                )
-            continue
-        whole = field.size == field.parameter.size_bytes
-        kind = types[field.parameter.name].replace("b", "u") if whole else f"u{8 * field.size}"
-        declarations.append({**declared, "type": kind})
-        arguments.append({"field": field.name, "value": _number(kind, data)})
-    return {
+    config: dict[str, Any] = {
         "schema": SCHEMA,
         "entry": entry.name,
         "launch": {
@@ -149,12 +124,37 @@ def build_input(ptx: str, entry: Entry, launch: Launch, settings: Mapping[str, A
             "block_dim": list(launch.block),
             "dynamic_shared_bytes": launch.dynamic_shared_bytes,
         },
-        "declarations": declarations,
-        "arguments": arguments,
+        "declarations": [],
+        "arguments": [],
         "tma_descriptors": [_descriptor(p, values[p.name], launch.tensors) for p in maps],
-        "shape_arrays": shapes,
+        "shape_arrays": [],
         **settings,
     }
+    types = find_types(ptx, entry)
+    for field in find_fields(entry):
+        if field.parameter not in maps:
+            data = values[field.parameter.name][field.offset : field.offset + field.size]
+            _declare(config, field, data, types[field.parameter.name], launch)
+    return config
+
+
+def _declare(config: dict[str, Any], field: Field, data: bytes, parameter_type: str, launch: Launch) -> None:
+    """Add one field of the parameter block: a pointer to the start of a tensor, or a number."""
+    place = {"parameter": field.parameter.name, "offset": field.offset}
+    found = find_object(int.from_bytes(data, "little"), launch.tensors) if field.size == 8 else None
+    if found is not None and found[1] == 0:
+        name = found[0].name
+        config["declarations"].append(
+            {**place, "name": field.name, "type": "pointer", "space": "global", "object": name}
+        )
+        if name in launch.integers:
+            words = [value & 0xFFFFFFFF for value in launch.integers[name]]
+            config["shape_arrays"].append({**place, "element_type": "u32", "shapes": [words]})
+        return
+    whole = field.size == field.parameter.size_bytes
+    kind = parameter_type.replace("b", "u") if whole else f"u{8 * field.size}"
+    config["declarations"].append({**place, "name": field.name, "type": kind})
+    config["arguments"].append({"field": field.name, "value": _number(kind, data)})
 
 
 def _number(kind: str, data: bytes) -> int | float:

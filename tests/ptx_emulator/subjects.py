@@ -26,7 +26,7 @@ REGISTRY: dict[str, str] = {
     "split": "ptx_emulator.official_subjects:split_subject",
     "forward": "ptx_emulator.official_subjects:forward_subject",
     "combine": "ptx_emulator.official_subjects:combine_subject",
-    "backward_sm100": "sm100_backward:subject",
+    "backward_sm100": "ptx_emulator.our_subjects:backward_sm100",
     "backward_sm90": "ptx_emulator.our_subjects:backward_sm90",
     "tasks": "ptx_emulator.our_subjects:tasks",
     "delta": "ptx_emulator.our_subjects:delta",

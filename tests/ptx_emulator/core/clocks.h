@@ -34,12 +34,19 @@ class Clock {
   std::vector<u32> values_;
 };
 
+// With the check of tcgen05 fences there are two more: `tensor_seen` is what tcgen05 operations may rely on, `published`
+// what tcgen05.fence::before_thread_sync or a commit has released; tcgen05.fence::after_thread_sync takes the second
+// into the first.
 struct View {
-  Clock seen, async_seen;
-  void join(const View& other) { seen.join(other.seen); async_seen.join(other.async_seen); }
+  Clock seen, async_seen, tensor_seen, published;
+  void join(const View& other) {
+    seen.join(other.seen);
+    async_seen.join(other.async_seen);
+    published.join(other.published);
+  }
   void meet(const View& other) { seen.meet(other.seen); async_seen.meet(other.async_seen); }
   void set_both(u32 agent, u32 value) { seen.set(agent, value); async_seen.set(agent, value); }
-  void clear() { seen.clear(); async_seen.clear(); }
+  void clear() { seen.clear(); async_seen.clear(); tensor_seen.clear(); published.clear(); }
 };
 
 // The time of an access that has been issued but not waited for: no view covers it.

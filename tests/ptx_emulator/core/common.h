@@ -29,7 +29,7 @@ constexpr s32 ABSENT = -1, ALWAYS_FALSE = -2, ALWAYS_TRUE = -3;
 struct Instr { s32 kind, guard, negated, a, b, c, count, at; s64 imm; };
 enum Role : u8 { ROLE_NONE, ROLE_USE, ROLE_DEFINE, ROLE_USE_PREDICATE, ROLE_DEFINE_PREDICATE };
 enum Schedule : u32 { EAGER, LAZY, RANDOM };
-enum Check : u32 { CHECK_INIT = 1, CHECK_RACES = 2, CHECK_GLOBAL = 4 };
+enum Check : u32 { CHECK_INIT = 1, CHECK_RACES = 2, CHECK_GLOBAL = 4, CHECK_LANES = 8, CHECK_TCGEN05_FENCES = 16 };
 struct LaunchConfig {
   u32 grid[3], block[3];
   u32 shared_bytes, local_bytes, schedule, seed, quantum, checks, resident_ctas, registers_per_thread, dynamic_bytes;

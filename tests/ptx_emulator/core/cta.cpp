@@ -49,6 +49,7 @@ void Cta::start(u32 linear_index) {
   shared_.assign(bytes, 0xCD);
   shared_init_.assign(bytes, 0);
   if (checks(CHECK_RACES)) shared_shadow_.reset(bytes);
+  if (checks(CHECK_LANES)) lane_cells_.assign(bytes, LaneCell());
   if (tmem_dirty_) {
     tmem_.assign(TMEM_LANES * TMEM_COLUMNS, 0x7fffbad0u);
     tmem_init_.assign(TMEM_LANES * TMEM_COLUMNS, 0);

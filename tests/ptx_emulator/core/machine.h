@@ -49,6 +49,7 @@ struct Warp {
   u32 now = 1;  // own component of the clocks
   u32 registers_per_thread = 0, registers_wanted = 0;
   u32 carry = 0;
+  u32 lane_epoch = 1;  // .sync instructions so far, for races between lanes
   // cp.async and bulk groups count per lane, as the ISA says per thread.
   std::array<u32, 32> copy_group{}, bulk_group{};
   struct PendingCopy { u32 address, bytes, group; };
@@ -127,6 +128,13 @@ struct TmemCell {
   std::vector<TmemRead> reads;
 };
 
+// Who of a warp last touched one byte of shared memory, and in which of its epochs.
+struct LaneCell {
+  u32 write_epoch = 0, read_epoch = 0, read_lanes = 0;
+  s32 write_pc = 0, read_pc = 0;
+  u8 write_warp = 0, write_lane = 0, read_warp = 0;
+};
+
 struct Launch;
 
 class Cta {
@@ -150,6 +158,7 @@ class Cta {
   // Memory.
   std::vector<u8> shared_, shared_init_;
   Shadow shared_shadow_;
+  std::vector<LaneCell> lane_cells_;
   std::vector<u32> tmem_;
   std::vector<u8> tmem_init_;
   std::vector<TmemCell> tmem_cells_;
@@ -185,6 +194,7 @@ class Cta {
 
   // memory.cpp
   void check_shared(u32 address, u32 bytes, const char* what);
+  void check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* written);
   void shadow_shared(u32 address, u32 bytes, bool write, const Actor& who);
   void check_shared_init(u32 address, u32 bytes, const char* what, s32 pc, s32 agent);
   u8* global_pointer(u64 address, u32 bytes, const char* what);
@@ -245,6 +255,7 @@ class Cta {
   void read_tmem_operand(f32* out, u32 rows, u32 format, AsyncOp& op);
   u32 read_chunk(u32 address, u32 swizzle, u8* out, const Actor& who, const char* what);
   void order_pipe(AsyncOp& op);
+  void fence_tcgen05(Warp& w, bool after);
 
   // sm90.cpp
   void load_matrix(Warp& w, const Instr& i, const s32* o, u32 m);

@@ -44,6 +44,33 @@ void Cta::shadow_shared(u32 address, u32 bytes, bool write, const Actor& who) {
   });
 }
 
+// Lanes of one warp are not ordered until they meet in a .sync instruction. `written` is null for a read.
+void Cta::check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* written) {
+  if (!checks(CHECK_LANES)) return;
+  const s32 agent = agent_code(AGENT_WARP, w.id);
+  for (u32 byte = 0; byte < bytes; byte++) {
+    LaneCell& cell = lane_cells_[address + byte];
+    const bool unordered_write = cell.write_epoch == w.lane_epoch && cell.write_warp == w.id && cell.write_lane != lane;
+    const bool unordered_read =
+        cell.read_epoch == w.lane_epoch && cell.read_warp == w.id && (cell.read_lanes & ~(1u << lane));
+    auto found = [&](const char* text, s32 other_pc) {
+      report("lane-race", w.pc, agent, other_pc, agent, SPACE_SHARED, address + byte, text);
+    };
+    if (!written) {
+      if (unordered_write) found("read of what another lane of the warp wrote, without a .sync between", cell.write_pc);
+      if (cell.read_epoch != w.lane_epoch || cell.read_warp != w.id) cell.read_lanes = 0;
+      cell.read_lanes |= 1u << lane;
+      cell.read_epoch = w.lane_epoch, cell.read_pc = w.pc, cell.read_warp = (u8)w.id;
+      continue;
+    }
+    // Lanes that write the same by one instruction are no harm.
+    if (unordered_write && !(cell.write_pc == w.pc && shared_[address + byte] == written[byte]))
+      found("write over what another lane of the warp wrote, without a .sync between", cell.write_pc);
+    if (unordered_read) found("write over what another lane of the warp read, without a .sync between", cell.read_pc);
+    cell.write_epoch = w.lane_epoch, cell.write_pc = w.pc, cell.write_warp = (u8)w.id, cell.write_lane = (u8)lane;
+  }
+}
+
 void Cta::check_shared_init(u32 address, u32 bytes, const char* what, s32 pc, s32 agent) {
   if (!checks(CHECK_INIT)) return;
   const u8* bad = (const u8*)memchr(&shared_init_[address], 0, bytes);
@@ -102,6 +129,7 @@ void Cta::load(Warp& w, const Instr& i, const s32* o, u32 m) {
       check_shared((u32)address, total, "load");
       check_shared_init((u32)address, total, "load", w.pc, agent_code(AGENT_WARP, w.id));
       shadow_shared((u32)address, total, false, actor(w));
+      check_lanes(w, lane, (u32)address, total, nullptr);
       from = &shared_[address];
     } else if (space == LOCAL) {
       if (address < LOCAL_BASE || address + total > LOCAL_BASE + launch.config.local_bytes)
@@ -155,6 +183,7 @@ void Cta::store(Warp& w, const Instr& i, const s32* o, u32 m) {
     for (u32 v = 0; v < count; v++) {
       const u8* value = (const u8*)((flags & WIDE_REGISTER) ? (void*)&reg64(w, o[1 + v])[lane]
                                                             : (void*)&reg(w, o[1 + v])[lane]);
+      if (space == SHARED) check_lanes(w, lane, (u32)address + v * size, size, value);
       memcpy(to + v * size, value, size);
     }
   }

@@ -13,6 +13,9 @@ using MemsetCallback = int (*)(void* target, int value, size_t bytes);
 Callback on_launch;
 MemsetCallback on_memset;
 std::unordered_map<std::string, std::string> names;  // node-based: the addresses of names stay valid
+struct LaunchAttribute { int id; char padding[4]; union { Dim cluster; char bytes[64]; }; };
+constexpr int CLUSTER_DIMENSION = 4;
+const char* message = "the emulated launch failed";
 constexpr int ATTRIBUTE_SM_COUNT = 16, ATTRIBUTE_MAX_SHARED = 97, ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76;
 }  // namespace
 
@@ -46,9 +49,18 @@ int _cudaDeviceGetAttribute(int* value, int attribute, int) {
   }
   return 0;
 }
-const char* _cudaGetErrorString(int) { return "the emulated launch failed"; }
+const char* _cudaGetErrorString(int) { return message; }
 const char* _cudaGetErrorName(int) { return "emulatorError"; }
 int _cudaLaunchKernelEx(const LaunchSettings* s, const void* kernel, void** arguments) {
+  message = "the emulated launch failed";
+  for (unsigned i = 0; i < s->attribute_count; i++) {
+    const LaunchAttribute& attribute = ((const LaunchAttribute*)s->attributes)[i];
+    const Dim& cluster = attribute.cluster;
+    if (attribute.id == CLUSTER_DIMENSION && cluster.x * cluster.y * cluster.z > 1) {
+      message = "clusters of more than one CTA are not modelled by the emulator";
+      return 1;
+    }
+  }
   unsigned sizes[6] = {s->grid.x, s->grid.y, s->grid.z, s->block.x, s->block.y, s->block.z};
   return on_launch ? on_launch((const char*)kernel, sizes, s->shared_bytes, arguments) : 1;
 }

@@ -29,6 +29,22 @@ void Cta::order_pipe(AsyncOp& op) {
   View& view = pipes_[op.agent];
   view.join(op.view);
   view.set_both(op.agent, op.clock);
+  if (!checks(CHECK_TCGEN05_FENCES)) return;
+  view.tensor_seen.join(op.view.tensor_seen);
+  if (op.work != Work::COMMIT) return;
+  view.published.join(view.tensor_seen);  // a commit is a fence::before_thread_sync of what it waits for
+  view.published.set(op.agent, op.clock);
+}
+
+void Cta::fence_tcgen05(Warp& w, bool after) {
+  if (!checks(CHECK_TCGEN05_FENCES)) return;
+  if (after) {
+    w.view.tensor_seen.join(w.view.published);
+    return;
+  }
+  w.view.published.join(w.view.tensor_seen);
+  w.view.published.set(w.id, w.now);
+  tick(w);
 }
 
 void Cta::check_columns(u32 column, u32 count, const char* what, s32 pc, s32 agent) {
@@ -97,6 +113,9 @@ void Cta::touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, 
     else if (!view.seen.covers(other, done))
       report("missing-tcgen05-wait", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place,
              printed("%s; ordered only by use of the data, no %s before the signal", what, wait));
+    else if (checks(CHECK_TCGEN05_FENCES) && !view.tensor_seen.covers(other, done))
+      report("missing-tcgen05-fence", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place,
+             printed("%s by tcgen05.fence::before_thread_sync and ::after_thread_sync", what));
   };
   if (cell.written)
     conflict(cell.agent, cell.issued, cell.completed, cell.pc,
@@ -242,6 +261,7 @@ void Cta::issue_mma(Warp& w, const Instr& i, const s32* o, u32 m) {
       }
     }
     if (checks(CHECK_RACES)) op.view = w.view;
+    if (checks(CHECK_TCGEN05_FENCES)) op.view.tensor_seen.set(w.id, w.now);  // what the thread itself did and waited for
     issue(std::move(op));
   }
   tick(w);

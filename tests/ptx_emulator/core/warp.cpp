@@ -209,8 +209,21 @@ void Cta::run(Warp& w, u64 budget) {
   }
 }
 
+// Instructions in which lanes of a warp meet. Those of a part of the warp count for all of it.
+static bool lanes_meet(s32 kind) {
+  switch (kind) {
+    case KIND_SHFL: case KIND_VOTE: case KIND_MATCH: case KIND_REDUX: case KIND_ELECT: case KIND_SYNCWARP: case KIND_BAR:
+    case KIND_MB_WAIT: case KIND_T5_ALLOC: case KIND_T5_DEALLOC: case KIND_T5_LD: case KIND_T5_ST: case KIND_T5_WAIT:
+    case KIND_SETMAXNREG: case KIND_LDMATRIX: case KIND_STMATRIX: case KIND_MOVMATRIX: case KIND_MMA_SYNC:
+    case KIND_WGMMA: case KIND_WGMMA_FENCE: case KIND_WGMMA_COMMIT: case KIND_WGMMA_WAIT:
+      return true;
+  }
+  return false;
+}
+
 // Everything that may block, end or move the warp. It advances the pc itself.
 Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
+  if (checks(CHECK_LANES) && lanes_meet(i.kind)) w.lane_epoch++;
   switch (i.kind) {
     case KIND_RET:
       exit_lanes(w, m);
@@ -275,6 +288,7 @@ Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
     case KIND_BAR:
       if (!rendezvous(w, m, ~0u, "bar")) return Outcome::CONTINUE;
       return run_named(w, i, o, m) ? Outcome::CONTINUE : Outcome::STOP;
+    case KIND_T5_FENCE: fence_tcgen05(w, i.a); break;
     case KIND_FENCE_PROXY: case KIND_FENCE_MBAR_INIT: fence(w, i); break;
     case KIND_MB_INIT: case KIND_MB_INVAL: case KIND_MB_ARRIVE: case KIND_MB_ARRIVE_TX: case KIND_MB_EXPECT_TX:
       run_mbarrier(w, i, o, m);
