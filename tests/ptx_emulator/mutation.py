@@ -53,8 +53,8 @@ NAMES = {
 """Kinds that are deleted, and how the table calls them."""
 
 SIGNALS = (
-    "MB_ARRIVE", "MB_ARRIVE_TX", "MB_EXPECT_TX", "CP_ARRIVE", "TMA_LOAD", "TMA_STORE", "BULK_LOAD", "BULK_STORE", "T5_MMA",
-    "T5_CP", "T5_COMMIT",
+    "MB_ARRIVE", "MB_ARRIVE_TX", "MB_EXPECT_TX", "CP_ARRIVE", "TMA_LOAD", "TMA_STORE", "BULK_LOAD", "BULK_STORE",
+    "T5_MMA", "T5_CP", "T5_COMMIT",
 )  # fmt: skip
 Schedule = tuple[str, int]
 SCHEDULES: tuple[Schedule, ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
