@@ -1,7 +1,8 @@
-"""``python -m msa_vendored doctor``: what is installed, what each launcher needs, and whether ``kernels()`` binds.
+"""``python -m msa_vendored doctor``: what is installed, what each launcher needs, and whether the launchers bind.
 
-It answers the last question by binding, in this process. The JSON form has a schema number and keys that stay; the
-tables are for people and may change.
+It answers the last question by binding, in this process. Where there are Hopper GPUs and no Blackwell ones it speaks of
+the sm90 launchers, else of sm100. The JSON form has a schema number and keys that stay; the tables are for people and
+may change.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msa_vendored
 from msa_vendored.bundle import kernels
 from msa_vendored.errors import MSAVendoredError, UnavailableError
 from msa_vendored.installed import Provenance, provenance
-from msa_vendored.probes import PINNED, UNPINNED, Part, probe_distribution, probe_parts
+from msa_vendored.probes import PINNED, UNPINNED, Part, probe_distribution, probe_hopper_parts, probe_parts
 from msa_vendored.toolchain import MIN_SM103A_NVCC, ToolchainError, find_cuda_home, nvcc_of, nvcc_release
 
 SCHEMA = 1
@@ -31,13 +32,15 @@ _LAUNCHER_NEEDS = {
     "fmha_sm100_plan": ("bound", "nvcc", "ninja", "CUDA torch", "Blackwell GPU"),
     "run_backward": ("bound", "CUDA torch", "Blackwell GPU"),
 }
+_HOPPER_NEEDS = ("bound", "CUDA torch", "Hopper GPU")
 """nvcc and ninja compile at the first launch only; with a warm cache the two fmha launchers run without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that doctor found; ``available`` is whether ``kernels()`` bound."""
+    """Everything that doctor found; ``available`` is whether ``kernels(backend=…)`` bound for ``backend``."""
 
+    backend: str
     available: bool
     error: dict[str, Any] | None
     record: Provenance | None
@@ -57,6 +60,7 @@ class Report:
             "python": platform.python_version(),
             "machine": platform.machine(),
             "available": self.available,
+            "backend": self.backend,
             "error": self.error,
             "package": record.package if record else None,
             "built_tree_digest": record.built_tree_digest if record else None,
@@ -73,23 +77,31 @@ class Report:
 
 def make_report() -> Report:
     """Look at everything and try to bind. Imports torch and, where it is there, CuTe DSL; compiles nothing."""
-    error = _try_bind()
+    nvcc, gpus = describe_nvcc(), describe_gpus()
+    backend = choose_backend(gpus)
+    error = _try_bind(backend)
     try:
         record = provenance()
     except UnavailableError:
         record = None
-    nvcc, gpus = describe_nvcc(), describe_gpus()
     return Report(
+        backend=backend,
         available=error is None,
         error=error,
         record=record,
-        parts=probe_parts(),
+        parts=probe_hopper_parts() if backend == "sm90" else probe_parts(),
         packages=tuple(_describe_package(name, record) for name in _PACKAGES),
         nvcc=nvcc,
         gpus=gpus,
-        launchers=_describe_launchers(error is None, nvcc, gpus),
+        launchers=_describe_launchers(backend, error is None, nvcc, gpus),
         caches=_describe_caches() if record is not None else (),
     )
+
+
+def choose_backend(gpus: Iterable[Mapping[str, Any]]) -> str:
+    """The backend that this machine's GPUs run: sm90 where there are Hopper ones and no Blackwell ones, else sm100."""
+    names = {gpu["arch"] for gpu in gpus}
+    return "sm90" if "sm_90" in names and not any(name.startswith("sm_10") for name in names) else "sm100"
 
 
 def describe_nvcc() -> dict[str, Any] | None:
@@ -175,17 +187,17 @@ def _sections(d: Mapping[str, Any]) -> Iterable[tuple[str, list[tuple[str, ...]]
         "caches",
         [(c["name"], c["path"], f"{c['files']} files", _size(c["size_bytes"])) for c in d["caches"]] or [("none", "")],
     )
-    yield "kernels()", [("binds", "yes" if d["available"] else "no")]
+    yield "kernels()", [(d["backend"], "binds", "yes" if d["available"] else "no")]
 
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
 
 
-def _try_bind() -> dict[str, Any] | None:
-    """None if ``kernels()`` binds, else why not. Whatever it raises is a finding here, so nothing is let through."""
+def _try_bind(backend: str) -> dict[str, Any] | None:
+    """None if the backend's launchers bind, else why not. Whatever is raised is a finding: nothing gets through."""
     try:
-        kernels()
+        kernels(backend=backend)
     except Exception as error:  # noqa: BLE001 - a package that fails to import raises anything
         known = error if isinstance(error, MSAVendoredError) else MSAVendoredError(f"{type(error).__name__}: {error}")
         keys = ("what", "where", "expected", "got", "next_command")
@@ -201,7 +213,7 @@ def _describe_package(name: str, record: Provenance | None) -> dict[str, Any]:
 
 
 def _describe_launchers(
-    bound: bool, nvcc: Mapping[str, Any] | None, gpus: Iterable[Mapping[str, Any]]
+    backend: str, bound: bool, nvcc: Mapping[str, Any] | None, gpus: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, bool]]:
     there = {
         "bound": bound,
@@ -210,8 +222,10 @@ def _describe_launchers(
         "C++ compiler": shutil.which("c++") is not None,
         "CUDA torch": _has_cuda_torch(),
         "Blackwell GPU": any(gpu["arch"].startswith("sm_10") for gpu in gpus),
+        "Hopper GPU": any(gpu["arch"] == "sm_90" for gpu in gpus),
     }
-    return {name: {need: there[need] for need in needs} for name, needs in _LAUNCHER_NEEDS.items()}
+    needed = {name: _HOPPER_NEEDS if backend == "sm90" else needs for name, needs in _LAUNCHER_NEEDS.items()}
+    return {name: {need: there[need] for need in needs} for name, needs in needed.items()}
 
 
 def _has_cuda_torch() -> bool:

@@ -37,7 +37,7 @@ class Problem:
     @property
     def ratio(self) -> int:
         """Query heads per kv head."""
-        return self.q.shape[1] // self.k.shape[1]
+        return int(self.q.shape[1] // self.k.shape[1])
 
 
 def select_blocks(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from msa_vendored.backward.documents import BLOCK_SIZE
 from msa_vendored.bench import check, cli, peers, plots, report, runner, workload
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
 from msa_vendored.bench.implementations import Peer, Prepared, list_implementations
+from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
 from msa_vendored.bench.timing import Timing
 from msa_vendored.bench.workload import Case, Operands
@@ -157,6 +160,33 @@ def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
+def test_the_markdown_table_has_a_cell_for_every_case() -> None:
+    """Guards a README that shows a wrong or failed peer's time as if it were right."""
+    lines = format_markdown(make_report()).splitlines()
+    assert lines[:6] == [
+        "| forward / backward, ms | 4096 tokens | 8192 tokens |",
+        "|---|---|---|",
+        "| msa_vendored | 0.512 / 0.512 | 1.02 / 1.02 |",
+        "| FlashAttention-4 dense | 2.05 / 2.05 | 4.1 / 4.1 |",
+        "| flash-msa | 1 / – (wrong) |  |",
+        "",
+    ]
+    assert lines[6].startswith("a card, driver 1, CUDA 13,")
+
+
+def test_results_can_be_printed_and_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards pictures that can only be drawn where the GPU is, and a form that reads back as something else."""
+    found = make_report()
+    assert runner.Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(found.to_dict()))
+    assert main(["bench", "--from-json", str(path)]) == 1  # one peer is wrong, one failed
+    assert "5.0e-01 WRONG" in capsys.readouterr().out
+    path.write_text('{"schema": 7}')
+    assert main(["bench", "--from-json", str(path)]) == 1
+    assert "no results of this benchmark" in capsys.readouterr().err
+
+
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards a benchmark of the CPU that is taken for one of the card."""
     if torch.cuda.is_available():
@@ -165,9 +195,29 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     assert "the benchmark needs a CUDA device" in capsys.readouterr().err
 
 
+def test_cases_come_in_the_order_of_what_matters(tmp_path: Path) -> None:
+    """Guards a run that is cut short, whose results are written after each case."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    path = tmp_path / "packs.jsonl"
+    path.write_text('{"case_id":8,"cu_seqlens":[0,40000,196608]}')
+    options = parser.parse_args(["--tokens", "4096,512", "--packs", str(path)])
+    assert [(case.tokens, case.selection, len(case.lengths)) for case in cli.list_cases(options)] == [
+        (4096, "random", 1),
+        (512, "random", 1),
+        (32768, "random", 1),
+        (196608, "random", 2),
+        (4096, "mixed", 1),
+        (512, "mixed", 1),
+    ]
+    options = parser.parse_args(["--tokens", "512", "--selections", "mixed", "--no-packs"])
+    assert [case.selection for case in cli.list_cases(options)] == ["mixed"]
+
+
 def test_names_choose_implementations() -> None:
     """Guards a typing error that measures nothing."""
     assert [peer.name for peer in cli.choose_implementations(["flash-msa"])] == ["flash-msa"]
     assert len(cli.choose_implementations([])) == len(list_implementations())
+    assert [peer.name for peer in cli.choose_implementations(["msa_vendored"], ["reference"])] == ["msa_vendored"]
     with pytest.raises(BenchArgumentError, match="no such implementation"):
         cli.choose_implementations(["flsh"])

@@ -29,6 +29,7 @@ echo "Cuda compilation tools, release {release}, V{release}.0"
 
 REPORT_KEYS = [
     "available",
+    "backend",
     "built_tree_digest",
     "caches",
     "error",
@@ -82,6 +83,18 @@ def test_doctor_reports_everything_and_returns_0_where_the_launchers_bind(fake_s
     assert report["nvcc"]["release"] == "13.0"
     assert report["nvcc"]["sm_103a"] is True
     assert report["gpus"] == []
+
+
+@pytest.mark.parametrize(("major", "backend"), [(9, "sm90"), (10, "sm100"), (8, "sm100")])
+def test_doctor_speaks_of_the_launchers_that_the_gpu_runs(fake_site: FakeSite, major: int, backend: str) -> None:
+    """Guards Hopper users against being told to build the SM100 tree."""
+    fake_site.add_module("torch", TORCH.replace("major=10, minor=3", f"major={major}, minor=0"))
+    fake_site.remove_build()
+    code, report, _ = run_json(fake_site)
+    assert report["backend"] == backend
+    assert (code, report["available"]) == ((0, True) if backend == "sm90" else (1, False))
+    needs = report["launchers"]["sparse_atten_func"]
+    assert needs == {"bound": True, "CUDA torch": True, "Hopper GPU": True} or backend == "sm100"
 
 
 def test_doctor_returns_1_and_the_reason_where_they_do_not(fake_site: FakeSite) -> None:
@@ -147,9 +160,9 @@ def test_doctor_says_for_each_launcher_what_is_there(fake_site: FakeSite) -> Non
     assert all(all(needs.values()) for needs in report["launchers"].values())
 
 
-def test_doctor_on_a_hopper_without_tools_says_so(fake_site: FakeSite) -> None:
+def test_doctor_on_an_older_gpu_says_so(fake_site: FakeSite) -> None:
     """Guards against calling any CUDA device good enough for SM100 kernels."""
-    fake_site.add_module("torch", TORCH.replace("major=10, minor=3", "major=9, minor=0"))
+    fake_site.add_module("torch", TORCH.replace("major=10, minor=3", "major=8, minor=0"))
     _, report, _ = run_json(fake_site, None)
     assert report["launchers"]["build_k2q_csr"] == {
         "bound": True,
@@ -177,7 +190,7 @@ def test_doctor_prints_plain_lines_into_a_pipe(fake_site: FakeSite) -> None:
         "[kernels()]",
     ]
     assert "numerical  fmax.patch  call fmax as the binding wants it" in lines
-    assert lines[-1] == "binds  yes"
+    assert lines[-1] == "sm100  binds  yes"
     assert result.stdout.isascii()
 
 
@@ -218,6 +231,7 @@ def make_document(subject: str) -> dict[str, Any]:
 
 def make_report(document: dict[str, Any]) -> Report:
     return Report(
+        backend="sm100",
         available=True,
         error=None,
         record=parse_provenance(json.dumps(document), "x"),

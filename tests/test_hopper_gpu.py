@@ -102,7 +102,9 @@ def make_layer(
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    """Relative L2; where nothing but rounding is left, as in dq of documents of one token, relative to 1e-3 each."""
+    floor = 1e-3 * want.numel() ** 0.5
+    return float((got.double() - want.double()).norm() / max(float(want.double().norm()), floor))
 
 
 def assert_close(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
@@ -116,11 +118,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "truncated to 16 of 18 blocks": {"lengths": [2177]},
     "long and short, mixed": {"lengths": [2500, 1, 1500, 64], "selection": "mixed"},
     "a prefix of keys": {"lengths": [130, 5, 40], "keys": [700, 5, 168]},
-    "ratio 8, top-8": {"lengths": [700, 129], "heads": (16, 2), "topk": 8},
-    "ratio 4, top-4": {"lengths": [700, 129], "heads": (16, 4), "topk": 4},
-    "ratio 2": {"lengths": [700, 129], "heads": (4, 2)},
-    "ratio 1": {"lengths": [700, 129], "heads": (4, 4)},
-    "one head of each": {"lengths": [300], "heads": (1, 1)},
+    # Every ratio and width compiles for seconds; the tests of forward and backward have the others.
+    "ratio 4, top-4": {"lengths": [700, 129], "heads": (8, 2), "topk": 4},
+    "ratio 1, one head of each": {"lengths": [300, 129], "heads": (1, 1)},
 }
 
 
@@ -284,7 +284,9 @@ def capture(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
 
 def test_a_captured_layer_replays_with_another_selection() -> None:
     """Guards work lists, counts or maxima that are read on the host, or frozen into a graph."""
-    layer, other = make_layer([1500, 129, 1], seed=1), make_layer([1500, 129, 1], seed=2)
+    lengths = [2600, 129, 1]  # 21 blocks: with 16 or fewer every selection would be the same
+    layer, other = make_layer(lengths, seed=1), make_layer(lengths, seed=2)
+    assert not torch.equal(layer.block_ids, other.block_ids)
     graph, results = capture(layer.run)
     for source in (layer, other):
         layer.block_ids.copy_(source.block_ids)
@@ -292,7 +294,6 @@ def test_a_captured_layer_replays_with_another_selection() -> None:
             target.copy_(value)
         graph.replay()
         assert_close(results, layer.to_float().run("reference"))
-    assert not torch.equal(layer.block_ids, make_layer([1500, 129, 1], seed=1).block_ids)
 
 
 def test_a_captured_selection_replays_with_other_scores() -> None:
@@ -305,6 +306,7 @@ def test_a_captured_selection_replays_with_other_scores() -> None:
     assert torch.equal(ids, select_blocks(index_q, index_k, batch))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device_and_nothing_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a synchronisation in every layer, and a compilation for every new selection or length."""
     make_layer([800, 30]).run()
@@ -315,15 +317,15 @@ def test_nothing_waits_for_the_device_and_nothing_recompiles(monkeypatch: pytest
 
     monkeypatch.setattr(compiling, "_compile", refuse)
     for layer in (first, second):
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             layer.run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("lengths", [[2177], [700, 1, 64, 1300], [1, 1, 1]])
-@pytest.mark.parametrize("topk", [4, 16, 32])
+@pytest.mark.parametrize("topk", [4, 16])
 def test_selection_agrees_with_the_reference(lengths: list[int], topk: int) -> None:
     """Guards ties, forced blocks and document ends; small integers, so that scores and ties are exact."""
     torch.manual_seed(topk)

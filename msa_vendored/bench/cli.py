@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from msa_vendored.bench.implementations import Implementation
+    from msa_vendored.bench.runner import Report
     from msa_vendored.bench.workload import Case
 
 TOKENS = (4096, 16384, 32768)
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="token counts, comma-separated")
     parser.add_argument("--selections", type=_names, default=("random", "mixed"), help="random,mixed")
     parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
+    parser.add_argument("--skip", type=_names, default=(), help="leave out those whose names contain one of these")
     parser.add_argument("--packs", type=Path, help="file of packs: JSON lines with case_id and cu_seqlens")
     parser.add_argument("--no-packs", action="store_true", help="leave packed documents out")
     parser.add_argument("--no-whole-pack", action="store_true", help=f"leave {WHOLE_PACK_TOKENS:,} packed tokens out")
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--operand-sets", type=int, default=2, help="sets of operands that calls rotate over")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results here, after each case")
+    parser.add_argument("--from-json", type=Path, help="measure nothing: print and draw these results")
+    parser.add_argument("--markdown", type=Path, help="write a table of forward and backward milliseconds here")
     parser.add_argument("--png", type=Path, help="draw roofline and crossover here; needs matplotlib")
 
 
@@ -41,15 +45,34 @@ def run_bench(options: argparse.Namespace) -> int:
         BenchArgumentError: no CUDA device, or an argument that cannot be used.
     """
     from rich.console import Console
+
+    from msa_vendored.bench.report import print_report
+    from msa_vendored.bench.runner import Report
+
+    found = Report.from_dict(json.loads(options.from_json.read_text())) if options.from_json else measure(options)
+    print_report(found, Console(width=None if sys.stdout.isatty() else 200))
+    if options.markdown:
+        from msa_vendored.bench.markdown import format_markdown
+
+        options.markdown.write_text(format_markdown(found))
+    if options.png:
+        from msa_vendored.bench.plots import save_plots
+
+        save_plots(found, options.png)
+    return 1 if any(row.status in ("failed", "wrong") for row in found.rows) else 0
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run with a progress bar; the JSON file is written anew after each case, so that a run cut short is not lost."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from msa_vendored.bench import report as reports
     from msa_vendored.bench import runner
 
     cases = list_cases(options)
-    chosen = choose_implementations(options.only)
+    chosen = choose_implementations(options.only, options.skip)
     settings = runner.Settings(options.iterations, options.operand_sets, options.seed, not options.no_check)
-    runner.describe_environment()  # refuses a host without a GPU before the bar appears
+    found = runner.Report(runner.describe_environment(), 0.0, 0.0, ())  # refuses a host without a GPU before the bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("roofs", total=len(cases) * len(chosen))
@@ -60,31 +83,33 @@ def run_bench(options: argparse.Namespace) -> int:
             done += 1
             progress.update(task, completed=done, description=label)
 
-        found = runner.run_benchmark(cases, chosen, settings, advance)
+        for found in runner.run_benchmark(cases, chosen, settings, advance):
+            if options.json:
+                options.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
         progress.update(task, completed=len(cases) * len(chosen), description="done")
-    reports.print_report(found, Console(width=None if sys.stdout.isatty() else 200))
-    if options.json:
-        options.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
-    if options.png:
-        from msa_vendored.bench.plots import save_plots
-
-        save_plots(found, options.png)
-    return 1 if any(row.status in ("failed", "wrong") for row in found.rows) else 0
+    return found
 
 
 def list_cases(options: argparse.Namespace) -> list[Case]:
-    """Single documents of every length and selection, then packs."""
+    """Single documents with the first selection, packs, then single documents with the other selections."""
+    first, *others = ([_single(tokens, selection) for tokens in options.tokens] for selection in options.selections)
+    return [*first, *list_packs(options), *(case for cases in others for case in cases)]
+
+
+def _single(tokens: int, selection: str) -> Case:
+    from msa_vendored.bench.workload import Case
+
+    return Case(f"{tokens:,} tokens", (tokens,), selection)
+
+
+def list_packs(options: argparse.Namespace) -> list[Case]:
+    """Packs of the file, cut to either size, or drawn ones."""
     from msa_vendored.bench.workload import Case, draw_pack, read_packs
 
-    cases = [
-        Case(f"{tokens:,} tokens", (tokens,), selection)
-        for selection in options.selections
-        for tokens in options.tokens
-    ]
     if options.no_packs:
-        return cases
-    sizes = [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]
-    for size in sizes:
+        return []
+    cases: list[Case] = []
+    for size in [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]:
         if options.packs:
             cases += [Case(f"{case.name}, {size:,} tokens", case.lengths) for case in read_packs(options.packs, size)]
         else:
@@ -93,8 +118,8 @@ def list_cases(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def choose_implementations(only: Sequence[str]) -> list[Implementation]:
-    """All implementations, or those whose names contain one of ``only``.
+def choose_implementations(only: Sequence[str], skip: Sequence[str] = ()) -> list[Implementation]:
+    """All implementations, or those whose names contain one of ``only``, and none of ``skip``.
 
     Raises:
         BenchArgumentError: none does.
@@ -104,6 +129,7 @@ def choose_implementations(only: Sequence[str]) -> list[Implementation]:
 
     known = list_implementations()
     chosen = [peer for peer in known if not only or any(part in peer.name for part in only)]
+    chosen = [peer for peer in chosen if not any(part in peer.name for part in skip)]
     if not chosen:
         raise BenchArgumentError(
             "no such implementation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a run found; ``to_dict`` is the JSON form."""
+    """Everything that a run found; ``to_dict`` is the JSON form, and ``from_dict`` reads it."""
 
     environment: dict[str, Any]
     peak_tflops: float
@@ -89,6 +89,24 @@ class Report:
             "copy_tb_per_s": self.copy_tb_per_s,
             "rows": [asdict(row) for row in self.rows],
         }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Report:
+        """The report of a JSON document.
+
+        Raises:
+            BenchArgumentError: it has another schema.
+        """
+        if document.get("schema") != SCHEMA:
+            raise BenchArgumentError(
+                "these are no results of this benchmark",
+                where="schema",
+                expected=str(SCHEMA),
+                got=repr(document.get("schema")),
+            )
+        rows = ({**row, "timing": row["timing"] and Timing(**row["timing"])} for row in document["rows"])
+        measured = document["peak_tflops"], document["copy_tb_per_s"]
+        return cls(document["environment"], *measured, tuple(Row(**row) for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +175,8 @@ def run_benchmark(
     implementations: Sequence[Implementation],
     settings: Settings,
     advance: Callable[[str], None],
-) -> Report:
-    """Measure everything on the current device.
+) -> Iterator[Report]:
+    """Measure everything on the current device; yields what is known so far after each case.
 
     Args:
         cases: workloads, in order.
@@ -185,7 +203,7 @@ def run_benchmark(
             free_memory()
         del operand_sets
         free_memory()
-    return Report(environment, peak, copy, tuple(rows))
+        yield Report(environment, peak, copy, tuple(rows))
 
 
 def find_version(peer: Implementation) -> tuple[str, bool]:

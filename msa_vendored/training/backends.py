@@ -92,7 +92,7 @@ def bind_kernels(backend: str) -> MSAKernels:
         if backend == "reference":
             raise
         raise UnavailableError(
-            f"the {backend} launchers cannot be bound: {error.what}",
+            error.what,
             where=error.where,
             expected=error.expected,
             got=error.got,

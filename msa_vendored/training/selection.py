@@ -215,9 +215,11 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 def _plan_scores(
     make_plan: Any, lengths: Tensor, key_lengths: Tensor, heads: int, backend: str, device: torch.device
 ) -> Any:
-    # A plan holds work lists and workspaces that kernels on a stream write: one per stream, and one per micro-batch
-    # rather than per layer, since planning synchronises with the host.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    # An official plan holds work lists and workspaces that kernels on a stream write: one per stream, and one per
+    # micro-batch rather than per layer, since planning synchronises with the host. A plan of SM90 is only read, so that
+    # one made before a CUDA graph serves its capture, which is on another stream.
+    streams = device.type == "cuda" and backend != "sm90"
+    stream = torch.cuda.current_stream(device).cuda_stream if streams else 0
 
     def build() -> Any:
         return make_plan(

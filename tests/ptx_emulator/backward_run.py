@@ -179,7 +179,8 @@ def make_problem(case: Case) -> tuple[dict[str, torch.Tensor], Any, Any, tuple[t
         "out": out,
     }
     leaves: list[Any] = [tensor.double().requires_grad_() for tensor in (packed.q, packed.k, packed.v)]
-    dense, _ = dense_attention(*leaves, packed.q2k_indices, cu, cu, causal=True, softmax_scale=case.softmax_scale)
+    q64, k64, v64 = leaves
+    dense, _ = dense_attention(q64, k64, v64, packed.q2k_indices, cu, cu, causal=True, softmax_scale=case.softmax_scale)
     return operands, schedule, workspace, torch.autograd.grad(dense, leaves, packed.grad_out.double())
 
 
