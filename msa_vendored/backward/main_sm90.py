@@ -95,10 +95,14 @@ class MainBackwardSm90:
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: ``"bf16"`` or ``"fp32"``.
+        gradients: ``"all"``, ``"dkv"``, or ``"dq"``, which then adds to a token in the order of its tasks.
     """
 
-    def __init__(self, ratio: int, dq_accumulation: str) -> None:
+    def __init__(self, ratio: int, dq_accumulation: str, gradients: str = "all") -> None:
         self.ratio = ratio
+        self.wants_dq, self.wants_dkv = gradients != "dkv", gradients != "dq"
+        # TMA reductions of one CTA may overtake one another until they are complete, not merely read.
+        self.read_suffices = gradients != "dq"
         self.slots = ROWS // ratio
         self.bf16_sum = dq_accumulation == "bf16"
         # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
@@ -496,7 +500,7 @@ class MainBackwardSm90:
                         softmax_scale,
                     )  # fmt: skip
                 self.add_dq(shared, mma_q, dq_atom, s_dq, g_dq, info, task_qrows, flags, stage, thread, group)
-                if flags & LAST:
+                if cutlass.const_expr(self.wants_dkv) and flags & LAST:
                     place = info[1] * dk_sum.shape[1] + info[0]
                     cute.arch.barrier(barrier_id=5, number_of_threads=CONSUMERS)
                     self.flush(shared, dv, dv_sum, place, stage, thread, group)
@@ -611,13 +615,15 @@ class MainBackwardSm90:
             cute.arch.barrier(barrier_id=6, number_of_threads=WARPGROUP)
         else:
             cute.arch.barrier(barrier_id=7, number_of_threads=WARPGROUP)
-        self.store_ds(shared, ds_words, half, thread, group)
+        if cutlass.const_expr(self.wants_dq):
+            self.store_ds(shared, ds_words, half, thread, group)
         cute.arch.fence_proxy("async.shared", space="cta")
         if group != half:
             cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
         warpgroup.fence()
-        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
-        multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
+        if cutlass.const_expr(self.wants_dkv):
+            multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
+            multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
         if cutlass.const_expr(half == 0):
             warpgroup.wait_group(0)
@@ -660,7 +666,7 @@ class MainBackwardSm90:
     @cute.jit
     def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
         """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.cp_async_bulk_wait_group(0, read=self.read_suffices)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         if last_flags & LAST:
@@ -704,8 +710,9 @@ class MainBackwardSm90:
         )
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
         warpgroup.fence()
-        multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
-                 mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
+        if cutlass.const_expr(self.wants_dq):
+            multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
+                     mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         # The four warps of a warpgroup wait for their parts of the product one by one.
@@ -715,10 +722,10 @@ class MainBackwardSm90:
                 cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
         base = Int32(shared.ds.data_ptr().toint()) + (group * 4 + warp) * DQ_BYTES
         first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * (2 if self.bf16_sum else 4)))
-        if cutlass.const_expr(self.bf16_sum):
+        if cutlass.const_expr(self.wants_dq and self.bf16_sum):
             self.store_dq_bf16(dq, base, lane)
             self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, 0, boxes)
-        else:
+        elif cutlass.const_expr(self.wants_dq):
             for below in cutlass.range_constexpr(2):
                 if cutlass.const_expr(below == 1):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -828,16 +835,19 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
     ]
 
 
-def compile_main(*, ratio: int = 16, dq_accumulation: str = "bf16", options: str = "") -> Callable[..., None]:
+def compile_main(
+    *, ratio: int = 16, dq_accumulation: str = "bf16", gradients: str = "all", options: str = ""
+) -> Callable[..., None]:
     """Compile the kernel for sm_90a; the module docstring gives the call.
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
+        gradients: what the kernel adds: ``"all"``, ``"dq"`` or ``"dkv"``; the other sums are left alone.
         options: more options for ``cute.compile``.
     """
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    function = MainBackwardSm90(ratio, dq_accumulation)
+    function = MainBackwardSm90(ratio, dq_accumulation, gradients)
     arguments = _fake_tensors(ratio, dq_accumulation)
     compiled: Callable[..., None] = cute.compile(
         function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()
