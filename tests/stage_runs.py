@@ -39,10 +39,8 @@ Launch = Callable[..., None]
 
 POOLS = {
     "sm90 fp32": ("fp32", ROW_ORDER, SM90_DKV_ORDER),
-    "sm90 bf16": ("bf16", ROW_ORDER, SM90_DKV_ORDER),
     "sm100 fp32": ("fp32", head_group_order(4), SM100_DKV_ORDER),
     "sm100 bf16": ("bf16", head_group_order(8), SM100_DKV_ORDER),
-    "rows": ("fp32", ROW_ORDER, SM100_DKV_ORDER),
 }
 """dtype and order of dQ, order of dK and dV, as :func:`compile_postprocess` takes them."""
 

@@ -108,7 +108,7 @@ def test_postprocess_beyond_int32() -> None:
     pool = pool[:, None].expand(-1, 128).contiguous().flatten()
     dq = torch.full((tokens, heads, 128), torch.nan, dtype=torch.bfloat16, device=CUDA)
     dkv_pool = torch.zeros(2 * 128 * 128, device=CUDA)
-    postprocess("rows")(pool, dq, dkv_pool, torch.empty((2, 128, 1, 128), dtype=torch.bfloat16, device=CUDA))
+    postprocess("sm90 fp32")(pool, dq, dkv_pool, torch.empty((2, 128, 1, 128), dtype=torch.bfloat16, device=CUDA))
     expected = torch.arange(tokens * heads, dtype=torch.int32, device=CUDA).remainder_(251).to(torch.bfloat16)
     assert torch.equal(dq.view(-1, 128).amin(1), expected)
     assert torch.equal(dq.view(-1, 128).amax(1), expected)

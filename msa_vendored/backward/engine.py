@@ -21,6 +21,7 @@ from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_err
 from msa_vendored.backward.plan import Sizes, plan_call
 from msa_vendored.backward.schedule import MSABackwardSchedule, aligned_schedule
 from msa_vendored.backward.stages import (
+    GRADIENTS,
     MainArguments,
     Stages,
     Structure,
@@ -70,7 +71,7 @@ def run_backward(
         dq_accumulation: type of the sums of dq between key blocks. ``"fp32"`` has an error that does not grow with
             the number of blocks, and moves twice the bytes.
         deterministic: same bits for the same arguments. Every sum is then made by one CTA in a fixed order, which takes
-            a second pass of the main kernel and ``W * Hkv * 1024`` more bytes.
+            two passes of the main kernel, one for dk and dv and one for dq.
         check: wait for the device, and raise if it found the schedule inconsistent. Without it, the next call on
             the device raises.
 
@@ -158,10 +159,7 @@ def launch(
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
     stages.delta(out, grad_out, parts["delta"])
-    for number, (run, how) in enumerate(zip(stages.passes, plan.passes, strict=True)):
-        if number > 0:
-            dq_sum.view(torch.int32).zero_()  # the first pass is for dK and dV, and the second for dQ
-        dkv_sum = parts["dkv_sum" if number == 0 else "dkv_dropped"]
+    for run, how in zip(stages.passes, plan.passes, strict=True):
         grid = grid_bound(how.chunks, multiprocessors)
         run.build_tasks(
             schedule.row_ptr, schedule.q_indices, schedule.scheduler_metadata, schedule.work_count, *documents,
@@ -171,7 +169,7 @@ def launch(
         stages.main(
             MainArguments(
                 q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], dq_sum,
-                dkv_sum, softmax_scale, grid,
+                parts["dkv_sum"], softmax_scale, grid, GRADIENTS[run.walk],
             )
         )  # fmt: skip
     stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)

@@ -162,13 +162,16 @@ def _address(tensor: cute.Tensor) -> Any:
     return Int64(tensor.iterator.toint())
 
 
-def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16") -> Any:
+def compile_main(
+    *, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str = "bf16", gradients: str = "all"
+) -> Any:
     """Compile the main kernel for one architecture.
 
     Args:
         arch: ``sm_100a`` or ``sm_103a``.
         ratio: query heads for each key head, 1, 2, 4, 8 or 16.
         dq_accumulation: dtype of ``dq_pool``: ``"bf16"`` or ``"fp32"``.
+        gradients: what the kernel adds: ``"all"``, ``"dq"`` or ``"dkv"``; the other accumulators are left alone.
 
     Returns:
         A function that adds to ``dq_pool`` and ``dkv`` (layouts in ``sm100_layout``). Tensors are contiguous, on one
@@ -185,11 +188,16 @@ def compile_main(*, arch: str = "sm_100a", ratio: int = 16, dq_accumulation: str
     slots = plan.slots(ratio)
     queries, keys = _fake(BFloat16, tokens, query_heads, HEAD_DIM), _fake(BFloat16, rows, key_heads, HEAD_DIM)
     statistic = _fake(Float32, tokens, query_heads)
-    tables = [_fake(Int32, tasks, 4), _fake(Int32, tasks, slots), _fake(Int32, tasks, slots), _fake(Int32, 8)]
+    tables = [
+        _fake(Int32, tasks, 4),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, tasks, slots),
+        _fake(Int32, cute.sym_int()),
+    ]
     lists = [_fake(Int32, cute.sym_int(), alignment=4) for _ in range(2)]
     dq_dtype = {"bf16": BFloat16, "fp32": Float32}[dq_accumulation]
     return cute.compile(
-        MainKernel(ratio, dq_dtype),
+        MainKernel(ratio, dq_dtype, gradients),
         *(queries, queries, keys, keys, statistic, statistic),
         *tables,
         *lists,

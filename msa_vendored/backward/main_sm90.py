@@ -76,7 +76,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: ``"bf16"`` or ``"fp32"``.
-        ordered: see :func:`compile_main`.
+        gradients: ``"all"``, ``"dkv"``, or ``"dq"``, which then adds to a token in the order of its tasks.
     """
 
     def _mma(self, n: int, a_source: Any, a_major: Any, b_major: Any) -> Any:
@@ -271,7 +271,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
                         softmax_scale,
                     )  # fmt: skip
                 self.add_dq(shared, mma_q, dq_atom, s_dq, g_dq, info, task_qrows, flags, stage, thread, group)
-                if flags & LAST:
+                if cutlass.const_expr(self.wants_dkv) and flags & LAST:
                     place = info[1] * dk_sum.shape[1] + info[0]
                     cute.arch.barrier(barrier_id=5, number_of_threads=CONSUMERS)
                     self.flush(shared, dv, dv_sum, place, stage, thread, group)
@@ -373,13 +373,15 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             cute.arch.barrier(barrier_id=6, number_of_threads=WARPGROUP)
         else:
             cute.arch.barrier(barrier_id=7, number_of_threads=WARPGROUP)
-        self.store_ds(shared, ds_words, half, thread, group)
+        if cutlass.const_expr(self.wants_dq):
+            self.store_ds(shared, ds_words, half, thread, group)
         cute.arch.fence_proxy("async.shared", space="cta")
         if group != half:
             cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
         warpgroup.fence()
-        multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
-        multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
+        if cutlass.const_expr(self.wants_dkv):
+            multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
+            multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
         if cutlass.const_expr(half == 0):
             warpgroup.wait_group(0)
@@ -447,19 +449,18 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
 
 
 def compile_main(
-    *, ratio: int = 16, dq_accumulation: str = "bf16", ordered: bool = False, options: str = ""
+    *, ratio: int = 16, dq_accumulation: str = "bf16", gradients: str = "all", options: str = ""
 ) -> Callable[..., None]:
     """Compile the kernel for sm_90a; the module docstring gives the call.
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
-        ordered: a CTA adds the gradients of a task only when those of its task before are in memory. What one CTA alone
-            adds to is then the same in every run.
+        gradients: what the kernel adds: ``"all"``, ``"dq"`` or ``"dkv"``; the other sums are left alone.
         options: more options for ``cute.compile``.
     """
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    function = MainBackwardSm90(ratio, dq_accumulation, ordered)
+    function = MainBackwardSm90(ratio, dq_accumulation, gradients)
     arguments = _fake_tensors(ratio, dq_accumulation)
     compiled: Callable[..., None] = cute.compile(
         function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()

@@ -118,8 +118,6 @@ def plan_call(
         Region("task_qpos", i32, (capacity, slots)),
         Region("descriptor", i32, (max(p.descriptor_words for p in passes),)),
     ]
-    if len(passes) > 1:
-        regions.append(Region("dkv_dropped", f32, (dkv_elements,)))
     return CallPlan(passes, plan_workspace(regions))
 
 

@@ -20,7 +20,6 @@ VECTOR_BYTES = 16
 ROW_ORDER = "d0 d1 d2 d3 d4 d5 d6"
 """The order of the gradient itself."""
 
-
 IN_PLACE = "in place"
 """No order of a pool: the main kernel adds to the bf16 gradient itself."""
 
@@ -55,20 +54,13 @@ class GranulePlan:
         tile_rows: rows of a tile.
         vectors: pool offsets of the 16-byte vectors of granule 0, ascending.
         octets: (row, d) of the octets of granule 0, and for each of the 8 values which vector and which value in it.
-        octet_strides: for each bit of an octet's number in its granule, lowest first.
         strides: for each bit of a granule's number within its tile, lowest first.
     """
 
     tile_rows: int
     vectors: tuple[int, ...]
     octets: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
-    octet_strides: tuple[Stride, ...]
     strides: tuple[Stride, ...]
-
-    @property
-    def octets_touch(self) -> bool:
-        """Whether octets of a granule are neighbours along d: a thread that writes its own leaves sectors half full."""
-        return any(stride.d for stride in self.octet_strides)
 
     @property
     def granules_per_tile(self) -> int:
@@ -120,8 +112,7 @@ def plan_granules(order: str, element_bytes: int) -> GranulePlan:
         outside.remove(bit)
         along.remove(bit)
         strides.append(Stride(1 << bits.index(bit), *_place([bit], 1)))
-    inner = tuple(Stride(1 << bits.index(bit), *_place([bit], 1)) for bit in octet_bits)
-    return GranulePlan(1 << (len(bits) - HEAD_DIM_BITS), tuple(vectors), tuple(octets), inner, tuple(strides))
+    return GranulePlan(1 << (len(bits) - HEAD_DIM_BITS), tuple(vectors), tuple(octets), tuple(strides))
 
 
 def _offset(bits: tuple[str, ...], chosen: list[str], number: int) -> int:

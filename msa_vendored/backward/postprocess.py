@@ -54,10 +54,6 @@ class PoolReader:
         thread, _, _ = cute.arch.thread_idx()
         first = cta * (THREADS * self.granules) + thread
         granules = rows // self.plan.tile_rows * self.plan.granules_per_tile
-        space = None
-        if cutlass.const_expr(self.plan.octets_touch):
-            layout = cute.make_layout((OCTET, THREADS * len(self.plan.octets)))
-            space = cutlass.utils.SmemAllocator().allocate_tensor(BFloat16, layout, byte_alignment=VECTOR_BYTES)
         loaded = []
         for i in cutlass.range_constexpr(self.granules):
             # Granules beyond the last read the last; nothing is stored for them.
@@ -65,25 +61,13 @@ class PoolReader:
             base = Int64(tile) * self.tile_elements + pool
             loaded.append([self.load(source, base + offset) for offset in self.plan.vectors])
         for i in cutlass.range_constexpr(self.granules):
-            octets = [self.octet(loaded[i], sources, spoilt) for _, _, sources in self.plan.octets]
-            if cutlass.const_expr(self.plan.octets_touch):
-                octets = self.exchange(octets, space)
-            for j in cutlass.range_constexpr(len(octets)):
-                # As the threads exchanged them, octet j of lane l is number 32 j + l among those of the warp.
-                granule, within = first + i * THREADS, Int32(j)
-                if cutlass.const_expr(self.plan.octets_touch):
-                    number = j * 32 + thread % 32
-                    granule += number // len(octets) - thread % 32
-                    within = number % len(octets)
-                if granule < granules:
-                    tile, _, row, d = self.locate(granule)
-                    for bit in cutlass.range_constexpr(len(self.plan.octet_strides)):
-                        row += ((within >> bit) & 1) * self.plan.octet_strides[bit].row
-                        d += ((within >> bit) & 1) * self.plan.octet_strides[bit].d
-                    outer = Int64(tile // inner * self.plan.tile_rows + row) * inner + tile % inner
-                    cute.make_tensor(
-                        target + cute.assume(outer * HEAD_DIM + d, divby=OCTET), cute.make_layout(OCTET)
-                    ).store(octets[j].load())
+            if first + i * THREADS < granules:
+                tile, _, row, d = self.locate(first + i * THREADS)
+                outer = Int64(tile // inner * self.plan.tile_rows + row) * inner + tile % inner
+                for octet_row, octet_d, sources in self.plan.octets:
+                    base = (outer + octet_row * inner) * HEAD_DIM + (d + octet_d)
+                    octet = cute.make_tensor(target + cute.assume(base, divby=OCTET), cute.make_layout(OCTET))
+                    octet.store(self.octet(loaded[i], sources, spoilt).load())
 
     @cute.jit
     def octet(
@@ -96,29 +80,6 @@ class PoolReader:
         if spoilt:
             values.fill(BFloat16(math.nan))
         return values
-
-    @cute.jit
-    def exchange(self, octets: list[cute.Tensor], space: cute.Tensor) -> list[cute.Tensor]:
-        """Octets of the warp, dealt so that neighbouring lanes hold neighbouring octets.
-
-        Through shared memory, ``space``. Three bits of the place are xored with the next three, so that neither the
-        writes (a lane's own octets) nor the reads (32 in a row) of eight lanes share a bank.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        count = len(octets)
-        warp_base, lane = thread // 32 * (32 * count), thread % 32
-        cute.arch.sync_warp()  # the reads of the granule before
-        for j in cutlass.range_constexpr(count):
-            number = lane * count + j
-            space[None, warp_base + (number ^ ((number >> 3) & 7))].store(octets[j].load())
-        cute.arch.sync_warp()
-        dealt = []
-        for j in cutlass.range_constexpr(count):
-            number = j * 32 + lane
-            values = cute.make_rmem_tensor(OCTET, BFloat16)
-            values.store(space[None, warp_base + (number ^ ((number >> 3) & 7))].load())
-            dealt.append(values)
-        return dealt
 
     @cute.jit
     def locate(self, granule: Int32) -> tuple[Int32, Int32, Int32, Int32]:

@@ -119,9 +119,10 @@ class MultiplyRole(Walker):
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.P_READY, half), phase)
             ptx.fence_after_wait()
-            with ptx.elect():
-                grad_out = self._descriptor(c.smem + Smem.DO + stage * plan.OPERAND_BYTES)
-                self._multiply_rows(c.tmem + Column.DV, c.tmem + Column.S, grad_out, half, accumulate)
+            if cutlass.const_expr(self.wants_dkv):
+                with ptx.elect():
+                    grad_out = self._descriptor(c.smem + Smem.DO + stage * plan.OPERAND_BYTES)
+                    self._multiply_rows(c.tmem + Column.DV, c.tmem + Column.S, grad_out, half, accumulate)
 
     @cute.jit
     def _multiply_dk_dq(self, c: Context, stage: Any, phase: Any, accumulate: Any, last: Any) -> None:
@@ -129,12 +130,14 @@ class MultiplyRole(Walker):
         for half in cutlass.range_constexpr(2):
             ptx.wait_barrier(self.barrier(c, Barrier.DS_READY, half), phase)
             ptx.fence_after_wait()
-            with ptx.elect():
-                q = self._descriptor(c.smem + Smem.Q + stage * plan.OPERAND_BYTES)
-                self._multiply_rows(c.tmem + Column.DK, c.tmem + Column.DP, q, half, accumulate)
+            if cutlass.const_expr(self.wants_dkv):
+                with ptx.elect():
+                    q = self._descriptor(c.smem + Smem.Q + stage * plan.OPERAND_BYTES)
+                    self._multiply_rows(c.tmem + Column.DK, c.tmem + Column.DP, q, half, accumulate)
         with ptx.elect():
             ptx.commit(self.barrier(c, Barrier.Q_EMPTY, stage))
-            self._multiply_dq(c)
+            if cutlass.const_expr(self.wants_dq):
+                self._multiply_dq(c)
             ptx.commit(self.barrier(c, Barrier.DQ_FULL))
             if last:
                 ptx.commit(self.barrier(c, Barrier.K_EMPTY))

@@ -49,6 +49,9 @@ class ReduceRole(Walker):
 
     def _reduce_dq(self, c: Context, lanes: Any, dim: Any, task: Any, head: Any, tokens: list[Any]) -> None:
         """Column n of dQ^T is row n of the tile: a token's heads are side by side, ``group`` in a reduction."""
+        if not self.wants_dq:
+            self._release(c, Barrier.DQ_EMPTY)
+            return
         values = []
         for half in range(2):
             part = ptx.load_tensor(lanes + (Column.DP + 64 * half), 64)
@@ -97,6 +100,9 @@ class ReduceRole(Walker):
             ptx.add_global_bf16(base + Int64(token) * token_bytes, [values[slot // 2]], 0, token)
 
     def _reduce_dkv(self, c: Context, lanes: Any, key: Any, head: Any, block: Any) -> None:
+        if not self.wants_dkv:
+            self._release(c, Barrier.DKV_EMPTY)
+            return
         place = Int64(block * c.key_heads + head) * (TILE * HEAD_DIM * 4) + Int64(key * 16)
         for column, target in ((Column.DV, c.dv + place), (Column.DK, c.dk + place)):
             for chunk in range(4):

@@ -57,10 +57,13 @@ class Walker:
         slots: queries of a tile.
         dq_dtype: of ``dq_pool``, BFloat16 or Float32.
         group: heads side by side in ``dq_pool``.
+        wants_dq: whether dQ is computed.
+        wants_dkv: whether dK and dV are.
     """
 
-    def __init__(self, ratio: int, dq_dtype: Any) -> None:
+    def __init__(self, ratio: int, dq_dtype: Any, gradients: str = "all") -> None:
         self.ratio = ratio
+        self.wants_dq, self.wants_dkv = gradients != "dkv", gradients != "dq"
         self.slots = plan.slots(ratio)
         self.dq_dtype = dq_dtype
         self.group = plan.head_group(ratio, dq_dtype.width // 8)

@@ -52,11 +52,8 @@ class AddSm90(StructureSm90):
 
     @cute.jit
     def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
-        """Wait until TMA has read (ordered: added) dQ of the task before, and dK and dV of a segment that it ended."""
-        if cutlass.const_expr(self.ordered):
-            cute.arch.cp_async_bulk_wait_group(0)
-        else:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
+        cute.arch.cp_async_bulk_wait_group(0, read=self.read_suffices)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         if last_flags & LAST:
@@ -100,8 +97,9 @@ class AddSm90(StructureSm90):
         )
         dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
         warpgroup.fence()
-        multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
-                 mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
+        if cutlass.const_expr(self.wants_dq):
+            multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
+                     mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         # The four warps of a warpgroup wait for their parts of the product one by one.
@@ -111,10 +109,10 @@ class AddSm90(StructureSm90):
                 cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
         base = Int32(shared.ds.data_ptr().toint()) + (group * 4 + warp) * DQ_BYTES
         first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * (2 if self.bf16_sum else 4)))
-        if cutlass.const_expr(self.bf16_sum):
+        if cutlass.const_expr(self.wants_dq and self.bf16_sum):
             self.store_dq_bf16(dq, base, lane)
             self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, 0, boxes)
-        else:
+        elif cutlass.const_expr(self.wants_dq):
             for below in cutlass.range_constexpr(2):
                 if cutlass.const_expr(below == 1):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

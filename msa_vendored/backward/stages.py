@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,6 +49,7 @@ class MainArguments:
         dkv_sum: flat fp32, as many elements as k and v, zero; dK first.
         softmax_scale: factor on the logits.
         grid: CTAs.
+        gradients: one of :data:`GRADIENTS`; the sums of the others are left alone.
     """
 
     q: torch.Tensor
@@ -67,6 +68,7 @@ class MainArguments:
     dkv_sum: torch.Tensor
     softmax_scale: float
     grid: int
+    gradients: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,10 @@ class Pass:
 
 
 REPEATABLE_WALKS = ("blocks", "windows")
-"""Passes of ``deterministic=True``: the first gives dK and dV, the second dQ; what else they add is dropped."""
+"""Passes of ``deterministic=True``: the first gives dK and dV, the second dQ."""
+
+GRADIENTS = {"even": "all", "blocks": "dkv", "windows": "dq"}
+"""What the main kernel computes in each walk: what one CTA owns there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,8 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
 
     arch, ratio = structure.arch, structure.ratio
     walks = REPEATABLE_WALKS if structure.deterministic else ("even",)
-    main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, load)
+    gradients = [GRADIENTS[walk] for walk in walks]
+    main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, gradients, load)
     return Stages(
         delta=load(compile_delta, arch=arch),
         passes=tuple(Pass(walk, load(compile_task_build, arch=arch, ratio=ratio, walk=walk)) for walk in walks),
@@ -215,16 +221,19 @@ def _require_dsl() -> None:
 Main = Callable[[MainArguments], None]
 
 
-def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+def _load_sm100(
+    structure: Structure, gradients: Sequence[str], load: Callable[..., Kernel]
+) -> tuple[Main, dict[str, str]]:
     """The tcgen05 kernel, and the orders of its sums, see :mod:`msa_vendored.backward.pool_order`."""
     from msa_vendored.backward.main_sm100 import compile_main
     from msa_vendored.backward.sm100_layout import head_group
 
     dq_accumulation = structure.dq_accumulation
-    kernel = load(compile_main, arch=structure.arch, ratio=structure.ratio, dq_accumulation=dq_accumulation)
+    options = {"arch": structure.arch, "ratio": structure.ratio, "dq_accumulation": dq_accumulation}
+    kernels = {name: load(compile_main, gradients=name, **options) for name in gradients}
 
     def main(a: MainArguments) -> None:
-        kernel(
+        kernels[a.gradients](
             a.q, a.grad_out, a.k, a.v, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.descriptor,
             a.cu_seqlens, a.document_workspace_starts, a.dq_sum, a.dkv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
@@ -233,15 +242,17 @@ def _load_sm100(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main
     return main, {"dq_order": dq_order, "dkv_order": SM100_DKV_ORDER}
 
 
-def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main, dict[str, str]]:
+def _load_sm90(
+    structure: Structure, gradients: Sequence[str], load: Callable[..., Kernel]
+) -> tuple[Main, dict[str, str]]:
     """The wgmma kernel, and the orders of its sums."""
     dq_accumulation = structure.dq_accumulation
-    options = {"ratio": structure.ratio, "dq_accumulation": dq_accumulation, "ordered": structure.deterministic}
-    kernel = load(compile_main_sm90, arch=structure.arch, **options)
+    options = {"arch": structure.arch, "ratio": structure.ratio, "dq_accumulation": dq_accumulation}
+    kernels = {name: load(compile_main_sm90, gradients=name, **options) for name in gradients}
 
     def main(a: MainArguments) -> None:
         dk_sum, dv_sum = a.dkv_sum.view(2, -1, a.k.shape[1], 128 * 128)
-        kernel(
+        kernels[a.gradients](
             a.q, a.k, a.v, a.grad_out, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.cu_seqlens,
             a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
@@ -249,9 +260,8 @@ def _load_sm90(structure: Structure, load: Callable[..., Kernel]) -> tuple[Main,
     return main, {"dq_order": IN_PLACE if dq_accumulation == "bf16" else ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
 
 
-def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, ordered: bool = False) -> Kernel:
+def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, gradients: str = "all") -> Kernel:
     """See :func:`msa_vendored.backward.main_sm90.compile_main`."""
     from msa_vendored.backward.main_sm90 import compile_main
 
-    arch_option = f"--gpu-arch {arch}"
-    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, ordered=ordered, options=arch_option)
+    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, gradients=gradients, options=f"--gpu-arch {arch}")
