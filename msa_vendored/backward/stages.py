@@ -267,7 +267,6 @@ def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, gradients:
     return compile_main(
         ratio=ratio,
         dq_accumulation=dq_accumulation,
-        ordered=gradients == "dq",
         gradients=gradients,
         options=f"--gpu-arch {arch}",
     )
