@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Case:
         selection: ``"random"``, ``"hot"`` (all select block 0 and no other) or ``"none"``.
         dead_rows: query heads of the first tokens whose lse is -inf, +inf and NaN.
         grad_scale: factor on dO.
+        ordered: as the kernel's option.
         schedules: (schedule, seed) of each run.
     """
 
@@ -56,6 +58,7 @@ class Case:
     selection: str = "random"
     dead_rows: bool = False
     grad_scale: float = 1.0
+    ordered: bool = False
     schedules: tuple[tuple[str, int], ...] = (("eager", 0),)
 
 
@@ -68,6 +71,7 @@ class Result:
         outside: the part of the absolute sum of dk or dv that is outside the tokens' rows.
         tasks: in the table.
         instructions: warp instructions.
+        read_waits: waits of the kernel for TMA to have read, but not yet added.
         findings: of the emulator.
     """
 
@@ -77,18 +81,14 @@ class Result:
     outside: float
     tasks: int
     instructions: int
+    read_waits: int
     findings: list[str] = field(default_factory=list)
 
 
-_compiled: dict[tuple[int, str], cute_host.CompiledFunction] = {}
-
-
-def compiled(ratio: int, dq_accumulation: str) -> cute_host.CompiledFunction:
+@cache
+def compiled(ratio: int, dq_accumulation: str, ordered: bool) -> cute_host.CompiledFunction:
     """The kernel, compiled once a process."""
-    key = (ratio, dq_accumulation)
-    if key not in _compiled:
-        _compiled[key] = cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=dq_accumulation))
-    return _compiled[key]
+    return cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=dq_accumulation, ordered=ordered))
 
 
 def problem_of(case: Case) -> Problem:
@@ -109,7 +109,8 @@ def problem_of(case: Case) -> Problem:
 def run(case: Case) -> Iterator[Result]:
     """Run a case under each of its schedules."""
     problem = problem_of(case)
-    kernel = compiled(case.ratio, case.dq_accumulation)
+    kernel = compiled(case.ratio, case.dq_accumulation, case.ordered)
+    read_waits = kernel.function.__ptx__.count("cp.async.bulk.wait_group.read")
     for schedule, seed in case.schedules:
         call = prepare_call(
             problem, dq_accumulation=case.dq_accumulation, grid=case.grid, window=case.window,
@@ -117,7 +118,7 @@ def run(case: Case) -> Iterator[Result]:
         )  # fmt: skip
         report = Report()
         kernel.run(call.arguments(), Options(schedule, seed), report, names=NAMES)
-        yield _result(schedule, seed, problem, call, report)
+        yield _result(schedule, seed, problem, call, report, read_waits)
 
 
 NAMES = (
@@ -126,7 +127,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def _result(schedule: str, seed: int, problem: Problem, call: Call, report: Report) -> Result:
+def _result(schedule: str, seed: int, problem: Problem, call: Call, report: Report, read_waits: int) -> Result:
     got = call.gradients()
     assert problem.gradients is not None
     errors = [relative_error(a, b) for a, b in zip(got, problem.gradients, strict=True)]
@@ -134,7 +135,8 @@ def _result(schedule: str, seed: int, problem: Problem, call: Call, report: Repo
     total = [float(t.double().abs().sum()) for t in (call.dk_sum, call.dv_sum)]
     outside = [abs(a - b) / max(a, 1.0) for a, b in zip(total, inside, strict=True)]
     tasks = int(call.tables.descriptor[0])
-    return Result(schedule, seed, errors, max(outside), tasks, report.instructions, [str(f) for f in report.findings])
+    findings = [str(finding) for finding in report.findings]
+    return Result(schedule, seed, errors, max(outside), tasks, report.instructions, read_waits, findings)
 
 
 def main() -> int:
