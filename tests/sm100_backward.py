@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from ptx_emulator import cute_host
+from ptx_emulator.bindings import CHECKS
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report
 from sm100_cases import BLOCK, DIM, LARGE, Case, Problem, count_segments, make_problem, reached_rows
@@ -88,7 +89,7 @@ def launch(case: Case, problem: Problem, options: Options, report: Report) -> li
 def run(case: Case, problem: Problem, schedule: str, seed: int, checked: bool) -> Result:
     """One run of the kernel."""
     p, report, started = problem, Report(), time.perf_counter()
-    options = Options(schedule, seed, Options().checks if checked else frozenset())
+    options = Options(schedule, seed, frozenset(CHECKS) if checked else frozenset())
     out = launch(case, problem, options, report)
     seconds = time.perf_counter() - started
     got = read_accumulators(case, out)
