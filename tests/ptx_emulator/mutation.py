@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from ptx_emulator.bindings import CHECKS
 from ptx_emulator.early_uses import find_early_uses
 from ptx_emulator.launch import Kernel, Options
-from ptx_emulator.lower import KIND_NUMBERS, ROLES, Program
+from ptx_emulator.program import KIND_NUMBERS, ROLES, Program
 from ptx_emulator.subjects import Outcome, Recorder, Subject, change_kernel
 
 NAMES = {

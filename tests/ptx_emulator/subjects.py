@@ -18,7 +18,7 @@ import torch
 
 from ptx_emulator.bindings import Interpreter
 from ptx_emulator.launch import EmulationError, Kernel, Options
-from ptx_emulator.lower import Program
+from ptx_emulator.program import Program
 from ptx_emulator.report import NamedTensor, Report, Suppression
 
 REGISTRY: dict[str, str] = {
