@@ -43,7 +43,7 @@ class Case:
         selection: ``"random"``, ``"hot"`` (all select block 0 and no other) or ``"none"``.
         dead_rows: query heads of the first tokens whose lse is -inf, +inf and NaN.
         grad_scale: factor on dO.
-        ordered: as the kernel's option.
+        gradients: as the kernel's option; the errors of what it leaves alone are left out.
         schedules: (schedule, seed) of each run.
     """
 
@@ -58,7 +58,7 @@ class Case:
     selection: str = "random"
     dead_rows: bool = False
     grad_scale: float = 1.0
-    ordered: bool = False
+    gradients: str = "all"
     schedules: tuple[tuple[str, int], ...] = (("eager", 0),)
 
 
@@ -86,9 +86,9 @@ class Result:
 
 
 @cache
-def compiled(ratio: int, dq_accumulation: str, ordered: bool) -> cute_host.CompiledFunction:
+def compiled(ratio: int, dq_accumulation: str, gradients: str) -> cute_host.CompiledFunction:
     """The kernel, compiled once a process."""
-    return cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=dq_accumulation, ordered=ordered))
+    return cute_host.CompiledFunction(compile_main(ratio=ratio, dq_accumulation=dq_accumulation, gradients=gradients))
 
 
 def problem_of(case: Case) -> Problem:
@@ -109,7 +109,7 @@ def problem_of(case: Case) -> Problem:
 def run(case: Case) -> Iterator[Result]:
     """Run a case under each of its schedules."""
     problem = problem_of(case)
-    kernel = compiled(case.ratio, case.dq_accumulation, case.ordered)
+    kernel = compiled(case.ratio, case.dq_accumulation, case.gradients)
     read_waits = kernel.function.__ptx__.count("cp.async.bulk.wait_group.read")
     for schedule, seed in case.schedules:
         call = prepare_call(
@@ -118,7 +118,10 @@ def run(case: Case) -> Iterator[Result]:
         )  # fmt: skip
         report = Report()
         kernel.run(call.arguments(), Options(schedule, seed), report, names=NAMES)
-        yield _result(schedule, seed, problem, call, report, read_waits)
+        result = _result(schedule, seed, problem, call, report, read_waits)
+        if case.gradients != "all":
+            result.errors = result.errors[:1] if case.gradients == "dq" else result.errors[1:]
+        yield result
 
 
 NAMES = (

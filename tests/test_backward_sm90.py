@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lse_not_finite": {"lengths": [40], "dead_rows": True},
     "tiny_gradients": {"lengths": [40], "grad_scale": 1e-6, "dq_accumulation": "fp32"},
     "huge_gradients": {"lengths": [40], "grad_scale": 1e4, "dq_accumulation": "fp32"},
-    "ordered": {"lengths": [140], "dq_accumulation": "fp32", "ordered": True, "grid": 1},
+    "dq_alone": {"lengths": [140], "dq_accumulation": "fp32", "gradients": "dq", "grid": 1},
     "ratio_2": {"lengths": [140, 3], "ratio": 2, "dq_accumulation": "fp32", "schedules": [RANDOM]},
 }
 
@@ -79,13 +79,13 @@ def test_emulated_kernel_has_no_race(emulated: dict[str, list[dict[str, Any]]], 
         assert run["findings"] == []
 
 
-def test_ordered_kernel_waits_for_additions(emulated: dict[str, list[dict[str, Any]]]) -> None:
+def test_dq_alone_waits_for_additions(emulated: dict[str, list[dict[str, Any]]]) -> None:
     """Where TMA has only read, it may add two tasks' gradients of a row in either order: other last bits.
 
     The emulator takes read for added, so this counts instructions.
     """
     waits = {name: runs[0]["read_waits"] for name, runs in emulated.items()}
-    assert waits["ordered"] == waits["fp32_sums_two_heads"] - 1
+    assert waits["dq_alone"] < waits["fp32_sums_two_heads"]
 
 
 def test_emulated_cases_have_work(emulated: dict[str, list[dict[str, Any]]]) -> None:

@@ -91,16 +91,16 @@ def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: f"{c.kind}, {c.facet}")
-def test_controls_are_noticed_but_for_lanes(control: Control) -> None:
+def test_controls_are_noticed_but_for_signals_of_one_lane(control: Control) -> None:
     """A control that the emulator no longer notices: survivors of its kind would turn from redundant to missed."""
-    assert is_noticed(control, CHECKED) is ("lanes" not in control.facet)
+    assert is_noticed(control, CHECKED) is ("one lane signals" not in control.facet)
 
 
 def test_a_kind_without_control_is_blind_unless_seen_in_the_kernel() -> None:
     """No evidence at all that the model sees a kind."""
     assert find_blindness("T5_WAIT", False, CHECKED)
     assert not find_blindness("T5_WAIT", True, CHECKED)
-    assert "lanes" in find_blindness("SYNCWARP", True, CHECKED)
+    assert "one lane" in find_blindness("SYNCWARP", True, CHECKED)
 
 
 def test_second_opinion_decides_on_what_the_model_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from ptx_emulator.launch import Kernel
 from ptx_emulator.mutation import Session
 from ptx_emulator.ptx import parse_entries
 from ptx_emulator.sentry import Opinion, Verifier
-from ptx_emulator.sentry_input import build_input, delete_statement, find_fields, find_types
+from ptx_emulator.sentry_input import build_input, delete_statement, find_fields, find_types, replace_reductions
 from ptx_emulator.snippets import module
 from ptx_emulator.subjects import Outcome, Recorder, Subject
 from ptx_emulator.tensor_map import decode_tensor_map, encode_tensor_map
@@ -115,6 +115,17 @@ def test_deleting_from_the_text_deletes_what_the_session_deletes() -> None:
         assert bool(outcome.wrong or outcome.report.findings) == bool(expected), site
     with pytest.raises(ValueError, match=r"bar\.sync 9"):
         delete_statement(subject.ptx, 5, "bar.sync 9")
+
+
+def test_reductions_become_stores_of_the_same_bytes() -> None:
+    """The verifier does not take them; a store of other bytes would hide or invent conflicts."""
+    text = """red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%rd1], {%r1, %r2, %r3, %r4};
+    red.global.add.v2.f32 [%rd1], {%r1, %r2}; red.global.add.u64 [%rd1], %rd2; red.shared.add.u32 [%r1], %r2;"""
+    assert (
+        replace_reductions(text).replace("    ", "")
+        == """st.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};
+st.global.v2.b32 [%rd1], {%r1, %r2}; st.global.b64 [%rd1], %rd2; red.shared.add.u32 [%r1], %r2;"""
+    )
 
 
 def test_a_verified_kernel_needs_a_rejected_mutant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ NAMES = {
     "FENCE_MBAR_INIT": "fence.mbarrier_init",
     "T5_WAIT": "tcgen05.wait",
     "T5_COMMIT": "tcgen05.commit",
+    "T5_FENCE": "tcgen05.fence",
     "BULK_COMMIT": "cp.async.bulk.commit_group",
     "BULK_WAIT": "cp.async.bulk.wait_group",
     "CP_ARRIVE": "cp.async.mbarrier.arrive",
@@ -162,7 +163,7 @@ class Session:
             longest = max(longest, *(launch.instructions for launch in outcome.report.launches))
         # A mutant that spins is stopped early.
         self.max_instructions = 4 * longest + 100_000
-        kinds = {KIND_NUMBERS[kind]: kind for kind in NAMES if kind in KIND_NUMBERS}
+        kinds = {KIND_NUMBERS[kind]: kind for kind in NAMES}
         instructions = enumerate(self.whole.program.instructions)
         self.sites = [self._site(pc, kinds[i[0]]) for pc, i in instructions if i[0] in kinds and recorder.counts[pc]]
 

@@ -23,7 +23,7 @@ from typing import Any
 from ptx_emulator import subjects
 from ptx_emulator.launch import Options
 from ptx_emulator.mutation import NAMES, SCHEDULES, Session, Site
-from ptx_emulator.sentry_input import build_input, delete_statement
+from ptx_emulator.sentry_input import build_input, delete_statement, replace_reductions
 from ptx_emulator.subjects import Recorder, Subject
 
 TIMEOUT_SECONDS = 600
@@ -102,7 +102,7 @@ class Verifier:
         # From the end: lines before stay where they are.
         for site in sorted(deleted, key=lambda site: -site.pc):
             text = delete_statement(text, site.line, site.text)
-        return verify(text, self.config)
+        return verify(replace_reductions(text), self.config)
 
 
 def seed_mutants(verifier: Verifier) -> list[tuple[Site, str, Opinion]]:

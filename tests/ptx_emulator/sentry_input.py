@@ -94,6 +94,15 @@ def delete_statement(ptx: str, line: int, text: str) -> str:
     return ptx[: found.start()] + instead + ptx[found.end() :]
 
 
+def replace_reductions(ptx: str) -> str:
+    """The PTX with stores in place of reductions to global memory, which the verifier does not take.
+
+    A store conflicts with more than a reduction does, so that this can only make it reject more.
+    """
+    pattern = r"\bred\.(?:\w+\.)*?global\.(?:\w+\.)*?add\.(?:noftz\.)?(v[24]\.)?(f32|[su]32|[su]64|bf16x2|f16x2)\b"
+    return re.sub(pattern, lambda m: f"st.global.{m.group(1) or ''}b{64 if '64' in m.group(2) else 32}", ptx)
+
+
 def find_object(address: int, tensors: Sequence[NamedTensor]) -> tuple[NamedTensor, int] | None:
     """The tensor that holds an address, and the offset in it."""
     for tensor in tensors:
