@@ -76,8 +76,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: ``"bf16"`` or ``"fp32"``.
-        ordered: see :func:`compile_main`.
-        gradients: likewise.
+        gradients: ``"all"``, ``"dkv"``, or ``"dq"``, which then adds to a token in the order of its tasks.
     """
 
     def _mma(self, n: int, a_source: Any, a_major: Any, b_major: Any) -> Any:
@@ -450,20 +449,18 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
 
 
 def compile_main(
-    *, ratio: int = 16, dq_accumulation: str = "bf16", ordered: bool = False, gradients: str = "all", options: str = ""
+    *, ratio: int = 16, dq_accumulation: str = "bf16", gradients: str = "all", options: str = ""
 ) -> Callable[..., None]:
     """Compile the kernel for sm_90a; the module docstring gives the call.
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
         dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
-        ordered: a CTA adds the gradients of a task only when those of its task before are in memory. What one CTA alone
-            adds to is then the same in every run.
-        gradients: what is computed and added: ``"all"``, ``"dq"`` or ``"dkv"``. Other sums are left alone.
+        gradients: what the kernel adds: ``"all"``, ``"dq"`` or ``"dkv"``; the other sums are left alone.
         options: more options for ``cute.compile``.
     """
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    function = MainBackwardSm90(ratio, dq_accumulation, ordered, gradients)
+    function = MainBackwardSm90(ratio, dq_accumulation, gradients)
     arguments = _fake_tensors(ratio, dq_accumulation)
     compiled: Callable[..., None] = cute.compile(
         function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()

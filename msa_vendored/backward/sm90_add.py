@@ -52,11 +52,8 @@ class AddSm90(StructureSm90):
 
     @cute.jit
     def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
-        """Wait until TMA has read (ordered: added) dQ of the task before, and dK and dV of a segment that it ended."""
-        if cutlass.const_expr(self.ordered):
-            cute.arch.cp_async_bulk_wait_group(0)
-        else:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
+        cute.arch.cp_async_bulk_wait_group(0, read=self.read_suffices)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         if last_flags & LAST:

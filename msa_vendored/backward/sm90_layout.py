@@ -40,10 +40,11 @@ def dkv_sum_index(key: int, d: int) -> int:
 class StructureSm90:
     """What follows from the options; see :class:`msa_vendored.backward.main_sm90.MainBackwardSm90`."""
 
-    def __init__(self, ratio: int, dq_accumulation: str, ordered: bool = False, gradients: str = "all") -> None:
-        self.ordered = ordered
-        self.wants_dq, self.wants_dkv = gradients != "dkv", gradients != "dq"
+    def __init__(self, ratio: int, dq_accumulation: str, gradients: str = "all") -> None:
         self.ratio = ratio
+        self.wants_dq, self.wants_dkv = gradients != "dkv", gradients != "dq"
+        # TMA reductions of one CTA may overtake one another until they are complete, not merely read.
+        self.read_suffices = gradients != "dq"
         self.slots = ROWS // ratio
         self.bf16_sum = dq_accumulation == "bf16"
         # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
