@@ -102,6 +102,12 @@ def test_types_come_from_the_text_of_the_entry() -> None:
     assert find_types(other + text, recorder.entry)["scale"] == "f32"
 
 
+def test_types_of_pointers_with_attributes() -> None:
+    """What NVVM writes for a pointer: state space and alignment between type and name."""
+    text = module("ret;", (".u64 .ptr .global .align 16 a", ".align 4 .b8 sizes[16]", ".f32 b"))
+    assert find_types(text, parse_entries(text)["test"]) == {"a": "u64", "sizes": "b8", "b": "f32"}
+
+
 def test_deleting_from_the_text_deletes_what_the_session_deletes() -> None:
     """A mutant of the text that is not the emulator's mutant compares two different kernels."""
     subject = gemm.subject(k_blocks=3)

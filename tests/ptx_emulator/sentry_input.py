@@ -70,7 +70,8 @@ def find_types(ptx: str, entry: Entry) -> dict[str, str]:
     """PTX types of the kernel's parameters, as the text declares them."""
     start = re.search(rf"\.entry\s+{re.escape(entry.name)}\s*\(", ptx)
     header = ptx[start.end() : ptx.index("{", start.end())] if start else ""
-    return {name: kind for kind, name in re.findall(r"\.(\w+)\s+([\w$]+)(?:\[\d+\])?\s*(?=[,)]|$)", header)}
+    declared = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:[^,)]*\s)?([\w$]+)(?:\[\d+\])?\s*[,)]"
+    return {name: kind for kind, name in re.findall(declared, header)}
 
 
 def delete_statement(ptx: str, line: int, text: str) -> str:
