@@ -161,8 +161,8 @@ def _declare(config: dict[str, Any], field: Field, data: bytes, parameter_type: 
             words = [value & 0xFFFFFFFF for value in launch.integers[name]]
             config["shape_arrays"].append({**place, "element_type": "u32", "shapes": [words]})
         return
-    whole = field.size == field.parameter.size_bytes
-    kind = parameter_type.replace("b", "u") if whole else f"u{8 * field.size}"
+    scalar = field.size == field.parameter.size_bytes == SIZES[parameter_type]
+    kind = parameter_type.replace("b", "u") if scalar else f"u{8 * field.size}"
     config["declarations"].append({**place, "name": field.name, "type": kind})
     config["arguments"].append({"field": field.name, "value": _number(kind, data)})
 
