@@ -84,7 +84,9 @@ def test_a_wait_before_the_use_of_loaded_registers_is_not_redundant() -> None:
 
 def test_what_the_model_cannot_see_is_missed_not_redundant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check for proxy fences every fence survives; blindness must not count as redundancy."""
-    monkeypatch.setattr(redundancy, "find_blindness", lambda kind, *_a: "blind" if kind == "FENCE_PROXY" else "")
+    monkeypatch.setattr(
+        redundancy, "find_blindness", lambda _session, kind, *_a: "blind" if kind == "FENCE_PROXY" else ""
+    )
     (verdict,) = find(judge(IDLE_FENCE), "fence.proxy")
     assert verdict.name == "missed"
     assert "blind" in verdict.evidence
@@ -98,9 +100,13 @@ def test_controls_are_noticed_but_for_signals_of_one_lane(control: Control) -> N
 
 def test_a_kind_without_control_is_blind_unless_seen_in_the_kernel() -> None:
     """No evidence at all that the model sees a kind."""
-    assert find_blindness("T5_WAIT", False, CHECKED)
-    assert not find_blindness("T5_WAIT", True, CHECKED)
-    assert "one lane" in find_blindness("SYNCWARP", True, CHECKED)
+    session = Session(subject(BODY, 3), SCHEDULES[:1], ())
+    assert session.signals
+    assert find_blindness(session, "T5_WAIT", seen=False)
+    assert not find_blindness(session, "T5_WAIT", seen=True)
+    assert "one lane" in find_blindness(session, "SYNCWARP", seen=True)
+    session.signals = False
+    assert not find_blindness(session, "SYNCWARP", seen=False)
 
 
 def test_second_opinion_decides_on_what_the_model_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ checks and the limits.
 from __future__ import annotations
 
 from ptx_emulator.launch import EmulationError, Kernel, Options, emulate, load_kernels
-from ptx_emulator.lower import UnsupportedPtxError
+from ptx_emulator.program import UnsupportedPtxError
 from ptx_emulator.ptx import PtxError
 from ptx_emulator.report import Finding, LaunchRecord, Report, Suppression
 

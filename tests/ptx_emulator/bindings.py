@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ptx_emulator.build import library_path
-from ptx_emulator.lower import Program
+from ptx_emulator.program import Program
 
 SCHEDULES = {"eager": 0, "lazy": 1, "random": 2}
 CHECKS = {"uninitialised": 1, "races": 2, "global": 4, "lanes": 8, "tcgen05-fences": 16}

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ptx_emulator.alu import generate_cases
-from ptx_emulator.lower import KIND_NUMBERS
+from ptx_emulator.program import KIND_NUMBERS
 
 CORE = Path(__file__).resolve().parent / "core"
 # No contraction: PTX says which multiply-adds are fused. -march=native for the MMA loops; the digest covers the CPU.

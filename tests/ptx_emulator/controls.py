@@ -35,11 +35,15 @@ BULK_STORE = START + (
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A kernel that needs every instruction of ``kind`` in it, for what ``facet`` says."""
+    """A kernel that needs every instruction of ``kind`` in it, for what ``facet`` says.
+
+    ``signals``: the facet is of no matter to a kernel in which nothing is signalled by one lane.
+    """
 
     kind: str
     facet: str
     body: str
+    signals: bool = False
 
 
 def _exchange(barrier: str, mask: int) -> str:
@@ -62,8 +66,8 @@ CONTROLS = (
     Control("BAR", "order between warps", _exchange("bar.sync 0;", 128)),
     Control("BAR", "order between lanes of a warp", _exchange("bar.sync 0;", 4)),
     Control("SYNCWARP", "order between lanes of a warp", _exchange("bar.warp.sync -1;", 4)),
-    Control("BAR", "what all lanes did before one lane signals", _release("bar.sync 1, 32;")),
-    Control("SYNCWARP", "what all lanes did before one lane signals", _release("bar.warp.sync -1;")),
+    Control("BAR", "what all lanes did before one lane signals", _release("bar.sync 1, 32;"), signals=True),
+    Control("SYNCWARP", "what all lanes did before one lane signals", _release("bar.warp.sync -1;"), signals=True),
     Control("FENCE_PROXY", "ordinary stores before a bulk copy", BULK_STORE),
     Control("BULK_COMMIT", "a bulk store before the CTA ends", BULK_STORE),
     Control("BULK_WAIT", "a bulk store before the CTA ends", BULK_STORE),
@@ -112,16 +116,16 @@ def is_noticed(control: Control, checks: frozenset[str]) -> bool:
     return bool(sites) and all(session.try_deletion([site]).caught for site in sites)
 
 
-def find_blindness(kind: str, seen: bool, checks: frozenset[str]) -> str:
+def find_blindness(session: Session, kind: str, seen: bool) -> str:
     """What the emulator does not see of a kind, in words; empty if it sees all that there are controls for.
 
     Args:
+        session: of the kernel.
         kind: of the instruction.
         seen: whether a deletion of the kind was caught in the kernel itself, which stands for a control.
-        checks: those that were on.
     """
-    controls = [control for control in CONTROLS if control.kind == kind]
-    blind = [control.facet for control in controls if not is_noticed(control, checks)]
+    controls = [c for c in CONTROLS if c.kind == kind and (session.signals or not c.signals)]
+    blind = [control.facet for control in controls if not is_noticed(control, session.checks)]
     if blind:
         return f"the model does not see {' and '.join(blind)}"
     return "" if seen or controls else "no deletion of this kind was noticed anywhere"

@@ -7,7 +7,7 @@ whole kernel keeps it is caught all the same.
 
 from __future__ import annotations
 
-from ptx_emulator.lower import KIND_NUMBERS, ROLES, Program
+from ptx_emulator.program import KIND_NUMBERS, ROLES, Program
 
 WAITS_FOR_LOADS = 0
 

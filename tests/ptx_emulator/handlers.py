@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ptx_emulator.lower import NONE, Lowering, LoweringError, Operand, opcode
+from ptx_emulator.lower import Lowering, opcode
+from ptx_emulator.program import NONE, LoweringError, Operand
 from ptx_emulator.ptx import SIZES
 
 SPACES = {"param": 0, "shared": 1, "shared::cta": 1, "shared::cluster": 1, "global": 2, "const": 2, "local": 4, None: 3}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ptx_emulator.lower import NONE, Lowering, LoweringError, opcode
+from ptx_emulator.lower import Lowering, opcode
+from ptx_emulator.program import NONE, LoweringError
 from ptx_emulator.ptx import split_operands
 
 SHARED = r"\.shared(?:::cta|::cluster)?"

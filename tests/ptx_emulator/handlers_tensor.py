@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ptx_emulator.lower import ALWAYS_FALSE, ALWAYS_TRUE, Lowering, LoweringError, Operand, opcode
+from ptx_emulator.lower import Lowering, opcode
+from ptx_emulator.program import ALWAYS_FALSE, ALWAYS_TRUE, LoweringError, Operand
 
 SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4), "16x32bx2": (4, 1)}
 """tcgen05.ld/st shape to its number here and the registers of one repetition."""

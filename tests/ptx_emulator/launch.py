@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ptx_emulator.bindings import CHECKS, SCHEDULES, Interpreter, LaunchConfig
-from ptx_emulator.lower import Program, lower
+from ptx_emulator.lower import lower
+from ptx_emulator.program import Program
 from ptx_emulator.ptx import Entry, Parameter, align, parse_entries
 from ptx_emulator.report import LaunchRecord, NamedTensor, Report, Suppression, make_finding
 

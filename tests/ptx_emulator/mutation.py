@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from ptx_emulator.bindings import CHECKS
 from ptx_emulator.early_uses import find_early_uses
 from ptx_emulator.launch import Kernel, Options
-from ptx_emulator.lower import KIND_NUMBERS, ROLES, Program
+from ptx_emulator.program import KIND_NUMBERS, ROLES, Program
 from ptx_emulator.subjects import Outcome, Recorder, Subject, change_kernel
 
 NAMES = {
@@ -52,6 +52,10 @@ NAMES = {
 }
 """Kinds that are deleted, and how the table calls them."""
 
+SIGNALS = (
+    "MB_ARRIVE", "MB_ARRIVE_TX", "MB_EXPECT_TX", "CP_ARRIVE", "TMA_LOAD", "TMA_STORE", "BULK_LOAD", "BULK_STORE",
+    "T5_MMA", "T5_CP", "T5_COMMIT",
+)  # fmt: skip
 Schedule = tuple[str, int]
 SCHEDULES: tuple[Schedule, ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
 EXTRA_SCHEDULES: tuple[Schedule, ...] = tuple(("random", seed) for seed in range(3, 9))
@@ -141,6 +145,8 @@ class Session:
     runs: int = 0
     whole: Kernel = field(init=False)
     sites: list[Site] = field(init=False)
+    signals: bool = field(init=False)
+    """Whether anything that ran may be done by one lane on behalf of its warp."""
     max_instructions: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,9 +169,15 @@ class Session:
             longest = max(longest, *(launch.instructions for launch in outcome.report.launches))
         # A mutant that spins is stopped early.
         self.max_instructions = 4 * longest + 100_000
+        executed = [pc for pc, count in enumerate(recorder.counts) if count]
+        self.signals = any(self._is_signal(pc) for pc in executed)
         kinds = {KIND_NUMBERS[kind]: kind for kind in NAMES}
-        instructions = enumerate(self.whole.program.instructions)
-        self.sites = [self._site(pc, kinds[i[0]]) for pc, i in instructions if i[0] in kinds and recorder.counts[pc]]
+        placed = ((pc, self.whole.program.instructions[pc][0]) for pc in executed)
+        self.sites = [self._site(pc, kinds[number]) for pc, number in placed if number in kinds]
+
+    def _is_signal(self, pc: int) -> bool:
+        text = self.whole.program.statement(pc).text
+        return self.whole.program.kind(pc) in SIGNALS or ".release" in text or ".acq_rel" in text
 
     def _find_checks(self) -> frozenset[str]:
         chosen = Options().checks

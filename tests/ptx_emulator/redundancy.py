@@ -39,7 +39,7 @@ def judge_joined(session: Session, joined: Sequence[Verdict], verdicts: Sequence
     The static verifier, if it is installed, sees every thread; fences it does not see.
     """
     caught = {verdict.site.kind for verdict in verdicts if verdict.name in CAUGHT}
-    blindness = {v.site.kind: find_blindness(v.site.kind, v.site.kind in caught, session.checks) for v in joined}
+    blindness = {v.site.kind: find_blindness(session, v.site.kind, v.site.kind in caught) for v in joined}
     unseen = [verdict.site for verdict in joined if blindness[verdict.site.kind]]
     opinions = consult(session.subject, unseen, log) if unseen and sentry.is_available() else {}
     for verdict in joined:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ptx_emulator.bindings import RawFinding
-from ptx_emulator.lower import SHARED_BASE, Program
+from ptx_emulator.program import SHARED_BASE, Program
 
 SHARED, GLOBAL, TMEM = 1, 2, 3
 AGENTS = (

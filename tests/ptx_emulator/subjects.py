@@ -8,6 +8,7 @@ several for a function of several kernels.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -17,7 +18,7 @@ import torch
 
 from ptx_emulator.bindings import Interpreter
 from ptx_emulator.launch import EmulationError, Kernel, Options
-from ptx_emulator.lower import Program
+from ptx_emulator.program import Program
 from ptx_emulator.report import NamedTensor, Report, Suppression
 
 REGISTRY: dict[str, str] = {
@@ -157,13 +158,15 @@ class Launch:
 
 
 class Recorder(Kernel):
-    """Stands in a table for a kernel, notes its launches and how often each instruction ran, and runs it."""
+    """Stands in a table for a kernel; notes its launches, their cost and how often each instruction ran."""
 
     def __init__(self, kernel: Kernel) -> None:
         vars(self).update(vars(kernel))
         self.whole = kernel
         self.launches: list[Launch] = []
         self.counts = [0] * len(kernel.program.instructions)
+        self.instructions = 0
+        self.cpu_seconds = 0.0
 
     def run(
         self,
@@ -176,8 +179,10 @@ class Recorder(Kernel):
         report: Report,
     ) -> None:
         """Note and run one launch; as :meth:`Kernel.run`."""
-        before = _read_integers(tensors)
+        before, started = _read_integers(tensors), time.process_time()
         super().run(grid, block, dynamic_shared_bytes, values, tensors, options, report)
+        self.cpu_seconds += time.process_time() - started
+        self.instructions += report.launches[-1].instructions
         kept = {name: numbers for name, numbers in _read_integers(tensors).items() if before[name] == numbers}
         sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
         self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), kept))
