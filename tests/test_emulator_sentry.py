@@ -42,7 +42,8 @@ def test_fields_are_what_the_kernel_reads() -> None:
     _, recorder = record()
     fields = [(field.parameter.name, field.offset, field.size) for field in find_fields(recorder.entry)]
     assert fields == [
-        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4), ("one", 0, 4),
+        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4),
+        ("one", 0, 4),
     ]  # fmt: skip
 
 
