@@ -26,11 +26,14 @@ CHECKED = [("eager", 0, True), ("lazy", 0, True), ("random", 1, True), ("random"
 ONE_RANDOM = [("eager", 0, True), ("random", 7, True)]
 
 CASES: dict[str, dict[str, Any]] = {
-    "documents_one_cta": {"lengths": DOCUMENTS, "topk": 2, "ctas": 1, "schedules": CHECKED},
+    "documents_of_two_rows_one_cta": {"lengths": 2 * DOCUMENTS, "topk": 2, "ctas": 1, "schedules": CHECKED},
     "documents_any_selection_two_heads": {
         "lengths": DOCUMENTS, "key_heads": 2, "selection": "sparse", "ctas": 3, "chunk": 7, "schedules": CHECKED,
     },
-    "top4_of_600_tokens": {"lengths": [600], "topk": 4, "ctas": 2, "chunk": 40, "schedules": [("eager", 0, True)]},
+    "top4_of_600_tokens": {
+        "lengths": [600], "topk": 4, "ctas": 2, "chunk": 40,
+        "schedules": [("eager", 0, True), ("lazy", 0, False), ("random", 5, False)],
+    },
     "hot_block_tiny_gradient": {
         "lengths": [260, 70], "selection": "hot", "grad_scale": 1e-6, "chunk": 5, "schedules": ONE_RANDOM,
     },

@@ -84,9 +84,10 @@ class Walk:
     rows_per_chunk: int
 
 
-WALKS = {"sm_90a": Walk(2048, 16), "sm_100a": Walk(512, 64), "sm_103a": Walk(512, 64)}
-"""SM90: the fastest of 24 pairs at 16,384 and 32,768 tokens on an H200 (chunks of 64: 4 to 11 % slower). SM100: NeMo's
-choice on B200; not measured by us."""
+WALKS = {"sm_90a": Walk(2048, 16), "sm_100a": Walk(1024, 64), "sm_103a": Walk(1024, 64)}
+"""SM90: the fastest of 24 pairs at 16,384 and 32,768 tokens on an H200 (chunks of 64: 4 to 11 % slower). SM100: not
+measured by us. NeMo's kernel on B200 wants 512, which is 1 % faster than 2,048; 1,024 saves 2 to 6 % of the bytes that
+512 reduces (docs/sm100_backward.md)."""
 
 
 @dataclass(frozen=True, slots=True)
