@@ -10,7 +10,7 @@ import torch
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
 
-from msa_vendored.backward.main_sm90 import dkv_sum_index
+from msa_vendored.backward.sm90_layout import dkv_sum_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,10 @@ from ptx_emulator.snippets import module
 from ptx_emulator.subjects import Outcome, Recorder, Subject
 from ptx_emulator.tensor_map import decode_tensor_map, encode_tensor_map
 
-PARAMETERS = (".u64 out", ".u64 lengths", ".f32 scale", ".s32 shift", ".align 8 .b8 sizes[16]")
+PARAMETERS = (".u64 out", ".u64 lengths", ".f32 scale", ".s32 shift", ".align 8 .b8 sizes[16]", ".align 4 .b8 one[4]")
 BODY = """
 ld.param.u64 %d0, [out]; ld.param.u64 %d1, [lengths]; ld.param.f32 %r1, [scale]; ld.param.s32 %r2, [shift];
-ld.param.v2.b32 {%r3, %r4}, [sizes+8];
+ld.param.v2.b32 {%r3, %r4}, [sizes+8]; ld.param.b32 %r6, [one];
 ld.global.b32 %r5, [%d1]; add.s32 %r5, %r5, %r3; st.global.b32 [%d0], %r5;
 """
 
@@ -30,7 +30,7 @@ def record() -> tuple[str, Recorder]:
     recorder = Recorder(Kernel(parse_entries(text)["test"]))
     out, lengths = torch.zeros(2, dtype=torch.int32), torch.tensor([5, -1], dtype=torch.int32)
     sizes = b"".join(n.to_bytes(4, "little") for n in (1, 2, 3, 4))
-    report = emulate(recorder, out, lengths, 0.5, -2, sizes, names=("out", "lengths"))
+    report = emulate(recorder, out, lengths, 0.5, -2, sizes, bytes(3) + b"\x01", names=("out", "lengths"))
     assert not report.fatal
     assert int(out[0]) == 8
     return text, recorder
@@ -41,7 +41,7 @@ def test_fields_are_what_the_kernel_reads() -> None:
     _, recorder = record()
     fields = [(field.parameter.name, field.offset, field.size) for field in find_fields(recorder.entry)]
     assert fields == [
-        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4),
+        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4), ("one", 0, 4),
     ]  # fmt: skip
 
 
@@ -60,9 +60,10 @@ def test_input_describes_the_launch() -> None:
         "shift_at_0": ("s32", None),
         "sizes_at_8": ("u32", None),
         "sizes_at_12": ("u32", None),
+        "one_at_0": ("u32", None),
     }
     values = {argument["field"]: argument["value"] for argument in config["arguments"]}
-    assert values == {"scale_at_0": 0.5, "shift_at_0": -2, "sizes_at_8": 3, "sizes_at_12": 4}
+    assert values == {"scale_at_0": 0.5, "shift_at_0": -2, "sizes_at_8": 3, "sizes_at_12": 4, "one_at_0": 1 << 24}
 
 
 def test_integers_that_the_kernel_leaves_alone_are_given_and_others_not() -> None:
@@ -100,6 +101,12 @@ def test_types_come_from_the_text_of_the_entry() -> None:
     other = other.partition(".address_size 64")[2]
     assert find_types(text + other, recorder.entry)["scale"] == "f32"
     assert find_types(other + text, recorder.entry)["scale"] == "f32"
+
+
+def test_types_of_pointers_with_attributes() -> None:
+    """What NVVM writes for a pointer: state space and alignment between type and name."""
+    text = module("ret;", (".u64 .ptr .global .align 16 a", ".align 4 .b8 sizes[16]", ".f32 b"))
+    assert find_types(text, parse_entries(text)["test"]) == {"a": "u64", "sizes": "b8", "b": "f32"}
 
 
 def test_deleting_from_the_text_deletes_what_the_session_deletes() -> None:

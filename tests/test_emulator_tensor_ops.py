@@ -407,3 +407,26 @@ def test_tcgen05_cp_and_16x128b(schedule: str) -> None:
     )
     run(body, source, out, threads=128, shared_bytes=32780, schedule=schedule, seed=1)
     assert torch.equal(out, source)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_tensor_additions_at_a_negative_coordinate_fail(row: int) -> None:
+    """An H200 takes such an addition for an illegal instruction, while a load at -1 gives zeros."""
+    target = torch.ones((16, 64), dtype=BF16)
+    body = (
+        LANE
+        + f"""mov.b64 %d1, a0; mov.b32 %r4, 0; mov.b32 %r5, {row};
+    mad.lo.s32 %r6, %r2, 4, %r3; mov.b32 %r7, 0x40003f80; st.shared.b32 [%r6], %r7;
+    fence.proxy.async.shared::cta; bar.sync 0; @!%p1 bra END;
+    cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d1, {{%r4, %r5}}], [%r3];
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    END:"""
+    )
+    tensor_map = encode_tensor_map(target, (1, 64), 128)
+    if row < 0:
+        with pytest.raises(AssertionError, match="tensor addition at coordinate -1"):
+            run(body, tensor_map, target, shared_bytes=128)
+        return
+    run(body, tensor_map, target, shared_bytes=128)
+    assert target[0].tolist() == [2.0, 3.0] * 32
+    assert (target[1:] == 1.0).all()

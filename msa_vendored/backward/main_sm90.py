@@ -25,7 +25,8 @@ Call of the compiled function (:func:`compile_main`), all tensors on one device,
   ``[T, Hkv * ratio]``; tables, ``descriptor`` int32 as :mod:`msa_vendored.backward.tasks` defines them;
   ``cu_seqlens`` int32 ``[documents + 1]``; ``document_workspace_starts`` int32 ``[documents]``.
 - dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller. In bf16 it is dQ and needs no postprocess.
-- dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller; :func:`dkv_sum_index` is their order.
+- dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller, in the order of
+  :func:`msa_vendored.backward.sm90_layout.dkv_sum_index`.
 - softmax_scale: float32. grid: int32, CTAs to launch; one fits on a multiprocessor.
 
 The stream is that of the TVM FFI environment (torch's current stream).
@@ -36,60 +37,40 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from msa_vendored.backward.sm90_add import AddSm90
+from msa_vendored.backward.sm90_layout import (
+    BARRIER_DS,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    FIRST,
+    HALF,
+    HEAD_DIM,
+    KEYS,
+    LAST,
+    MASKED,
+    PRODUCER_REGISTERS,
+    ROWS,
+    STAGES,
+    THREADS,
+    WARPGROUP,
+)
+from msa_vendored.backward.sm90_load import LoadSm90
 from msa_vendored.backward.sm90_ops import (
     LOG2_E,
     SWIZZLE_128B,
-    bulk_add_f32,
     exp2_approx,
     fma,
     multiply,
     pack_bf16,
     store_matrix_x4,
-    store_shared_f32x2,
-    store_shared_f32x4,
     swizzled,
 )
-from msa_vendored.backward.tasks import DESCRIPTOR_WORDS
-
-HEAD_DIM = 128
-KEYS = 128
-ROWS = 128
-HALF = 64
-STAGES = 2
-WARPGROUP = 128
-THREADS = 3 * WARPGROUP
-CONSUMERS = 2 * WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-TILE_BYTES = ROWS * HEAD_DIM * 2
-PLACE = 8
-"""Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
-token row of a query to its last visible key in the block, 2 unused."""
-FIRST, LAST, MASKED = 1, 2, 4
-EVICT_LAST = 0x14F0000000000000
-"""L2 policy of CUTLASS's ``TMA::CacheHintSm90`` for Q, dO and dQ: up to 16 tasks of a window come back to them."""
-DQ_BYTES = 4096
-"""Shared memory of a warp's dQ: 16 rows of bf16, or 8 of fp32 at a time."""
-BARRIER_DS = 1
-"""Named barriers 1, 2: dS of half 0, 1 is stored; 3, 4: the other warpgroup may overwrite it; 5: K and V are cleaned,
-or Q and dO were read for the last time in a segment; 6, 7: the warpgroup's own warps may overwrite dS."""
 
 
-def dkv_sum_index(key: int, d: int) -> int:
-    """Where element (key of the block, d) is in the 128 * 128 elements of a block of ``dk_sum`` or ``dv_sum``.
-
-    Each of 8 warps adds 16 keys as it holds them in its wgmma accumulator: 2,048 consecutive elements, of which 128 are
-    8 columns. Element 4 l + i of these is accumulator i of lane l: keys l // 4 (+ 8 for i = 2, 3), columns
-    2 (l % 4) + i % 2.
-    """
-    warp, lane, below = key // 16, key % 8 * 4 + d % 8 // 2, key % 16 // 8
-    return (warp * 16 + d // 8) * 128 + lane * 4 + below * 2 + d % 2
-
-
-class MainBackwardSm90:
+class MainBackwardSm90(LoadSm90, AddSm90):
     """The kernel for one head ratio and one type of dQ sums.
 
     Args:
@@ -97,25 +78,6 @@ class MainBackwardSm90:
         dq_accumulation: ``"bf16"`` or ``"fp32"``.
         gradients: ``"all"``, ``"dkv"``, or ``"dq"``, which then adds to a token in the order of its tasks.
     """
-
-    def __init__(self, ratio: int, dq_accumulation: str, gradients: str = "all") -> None:
-        self.ratio = ratio
-        self.wants_dq, self.wants_dkv = gradients != "dkv", gradients != "dq"
-        # TMA reductions of one CTA may overtake one another until they are complete, not merely read.
-        self.read_suffices = gradients != "dq"
-        self.slots = ROWS // ratio
-        self.bf16_sum = dq_accumulation == "bf16"
-        # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
-        self.sum_width = 64 if self.bf16_sum else 32
-        # With 8 or 16 heads one TMA box brings both 64-column halves of a token: [2][ratio][64] elements.
-        self.wide = ratio >= 8
-        self.group_stride = ratio * HEAD_DIM if self.wide else 8 * 64
-        self.half_offset = 8 * 64 if ratio == 16 else 8 * self.group_stride
-        self.column_stride = ratio * 64 if self.wide else ROWS * 64
-        self.slot_stride = ratio * HEAD_DIM if self.wide else ratio * 64
-        # 128 token rows of one head do not fit in shared memory; they are then read from the table again.
-        self.rows_shared = ratio > 1
-        self.info_words = PLACE + (self.slots if self.rows_shared else 0)
 
     def _mma(self, n: int, a_source: Any, a_major: Any, b_major: Any) -> Any:
         operation = warpgroup.MmaF16BF16Op(BFloat16, Float32, (HALF, n, 16), a_source, a_major, b_major)
@@ -267,197 +229,6 @@ class MainBackwardSm90:
             )  # fmt: skip
 
     @cute.jit
-    def chunk_interval(self, chunk: Int32, descriptor: cute.Tensor) -> tuple[Int32, Int32]:
-        """First task of a chunk and the one after its last, as ``tasks.chunk_interval``."""
-        full = descriptor[2]
-        begin = chunk * descriptor[1]
-        end = begin + descriptor[1]
-        if chunk >= full:
-            begin = full * descriptor[1] + (chunk - full) * descriptor[3]
-            end = cutlass.min(begin + descriptor[3], descriptor[0])
-        if descriptor[1] == 0:
-            begin, end = descriptor[DESCRIPTOR_WORDS + chunk], descriptor[DESCRIPTOR_WORDS + 1 + chunk]
-        return begin, end
-
-    @cute.jit
-    def load_tiles(
-        self,
-        shared: Any,
-        q_atom: Any,
-        q_map: cute.Tensor,
-        do_atom: Any,
-        do_map: cute.Tensor,
-        k_atom: Any,
-        k_map: cute.Tensor,
-        v_atom: Any,
-        v_map: cute.Tensor,
-        task_meta: cute.Tensor,
-        task_qrows: cute.Tensor,
-        descriptor: cute.Tensor,
-    ) -> None:
-        """Warp 0: K and V once per segment, Q and dO of every task."""
-        lane = cute.arch.lane_idx()
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        kv_full, kv_empty = shared.kv_full.data_ptr(), shared.kv_empty.data_ptr()
-        s_q, g_q = self.partition_rows(q_atom, shared.q.data_ptr(), q_map)
-        s_do, g_do = self.partition_rows(do_atom, shared.do.data_ptr(), do_map)
-        s_k, g_k = self.partition_keys(k_atom, shared.k.data_ptr(), k_map)
-        s_v, g_v = self.partition_keys(v_atom, shared.v.data_ptr(), v_map)
-        keep = Int64(EVICT_LAST)
-        count, segment, loaded_head, loaded_block = Int32(0), Int32(0), Int32(-1), Int32(-1)
-        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
-            begin, end = self.chunk_interval(chunk, descriptor)
-            for task in cutlass.range(begin, end, 1, unroll=1):
-                head, block = task_meta[task, 1], task_meta[task, 2]
-                stage, phase = count % STAGES, (count // STAGES) % 2
-                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * TILE_BYTES)
-                for base in cutlass.range_constexpr(0, self.slots, 32):
-                    row = Int32(-1)
-                    if base + lane < self.slots:
-                        row = task_qrows[task, base + lane]
-                    for slot in cutlass.range_constexpr(base, min(base + 32, self.slots)):
-                        token = cute.arch.shuffle_sync(row, slot - base)
-                        for half in cutlass.range_constexpr(1 if self.wide else 2):
-                            source = (None, head, half, token)
-                            target = (None, slot, half, stage)
-                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage, cache_policy=keep)
-                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage, cache_policy=keep)
-                if task == begin or head != loaded_head or block != loaded_block:
-                    loaded_head, loaded_block = head, block
-                    cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 2 * TILE_BYTES)
-                    cute.copy(k_atom, g_k[None, head, block], s_k, tma_bar_ptr=kv_full)
-                    cute.copy(v_atom, g_v[None, head, block], s_v, tma_bar_ptr=kv_full)
-                    segment += 1
-                count += 1
-
-    def partition_rows(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
-        """TMA views of Q or dO: shared (box, slot, column half, stage), global (box, kv head, column half, token)."""
-        halves = 1 if self.wide else 2
-        inner = (64, self.ratio, 2 // halves, 1)
-        layout = cute.make_layout(
-            (inner, self.slots, halves, STAGES),
-            stride=((1, 64, self.column_stride, 0), self.slot_stride, self.column_stride, ROWS * HEAD_DIM),
-        )
-        tiles = cute.local_tile(tensor_map, inner, (None, None, None, None))
-        tiles = cute.group_modes(tiles, 0, 4)
-        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(swizzled(base), layout), tiles)
-        return s, g[None, 0, None, None, None]
-
-    def partition_keys(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
-        """TMA views of K or V: shared (box), global (box, kv head, key block)."""
-        inner = (64, 1, 2, KEYS)
-        layout = cute.make_layout((inner,), stride=((1, 0, KEYS * 64, 64),))
-        tiles = cute.group_modes(cute.local_tile(tensor_map, inner, (None, None, None, None)), 0, 4)
-        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(swizzled(base), layout), tiles)
-        return s, g[None, 0, None, 0, None]
-
-    @cute.jit
-    def load_statistics(
-        self,
-        shared: Any,
-        lse: cute.Tensor,
-        delta: cute.Tensor,
-        task_meta: cute.Tensor,
-        task_qrows: cute.Tensor,
-        task_qpos: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        document_workspace_starts: cute.Tensor,
-        descriptor: cute.Tensor,
-        softmax_scale: Float32,
-    ) -> None:
-        """Warp 1: per folded row (lse * log2(e), delta * scale), per task its place, flags and key limits."""
-        lane = cute.arch.lane_idx()
-        count = Int32(0)
-        last_head, last_block = Int32(-1), Int32(-1)
-        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
-            begin, end = self.chunk_interval(chunk, descriptor)
-            for task in cutlass.range(begin, end, 1, unroll=1):
-                document, head, block = task_meta[task, 0], task_meta[task, 1], task_meta[task, 2]
-                flags = Int32(0)
-                if task == begin or head != last_head or block != last_block:
-                    flags = flags | FIRST
-                last_head, last_block = head, block
-                if task + 1 == end:
-                    flags = flags | LAST
-                else:
-                    if task_meta[task + 1, 1] != head or task_meta[task + 1, 2] != block:
-                        flags = flags | LAST
-                length = cu_seqlens[document + 1] - cu_seqlens[document]
-                keys = document_workspace_starts[document] + length - block * KEYS
-                stage, phase = count % STAGES, (count // STAGES) % 2
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
-                info = shared.info.data_ptr() + stage * self.info_words
-                info = cute.make_tensor(info, cute.make_layout(self.info_words))
-                distance = task_qpos[task, 0] - task_qrows[task, 0] - block * KEYS
-                if self.load_token_rows(info, task_qrows, task, distance, lane):
-                    flags = flags | MASKED
-                self.load_rows(shared, lse, delta, task_qrows, task, head, stage, lane, softmax_scale)
-                if lane == 0:
-                    info[0] = head
-                    info[1] = block
-                    info[2] = flags
-                    info[3] = cutlass.min(keys, KEYS)
-                    info[4] = task
-                    info[5] = distance
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
-                count += 1
-
-    @cute.jit
-    def load_token_rows(
-        self, info: cute.Tensor, task_qrows: cute.Tensor, task: Int32, distance: Int32, lane: Int32
-    ) -> Boolean:
-        """Token row of each slot; whether any key of the block is hidden from any of them."""
-        hidden = Boolean(False)
-        for base in cutlass.range_constexpr(0, self.slots, 32):
-            slot = base + lane
-            if slot < self.slots:
-                row = task_qrows[task, slot]
-                if cutlass.const_expr(self.rows_shared):
-                    info[PLACE + slot] = row
-                if row >= 0 and row + distance < KEYS - 1:
-                    hidden = Boolean(True)
-        return cute.arch.vote_any_sync(hidden)
-
-    @cute.jit
-    def load_rows(
-        self,
-        shared: Any,
-        lse: cute.Tensor,
-        delta: cute.Tensor,
-        task_qrows: cute.Tensor,
-        task: Int32,
-        head: Int32,
-        stage: Int32,
-        lane: Int32,
-        softmax_scale: Float32,
-    ) -> None:
-        """Statistics in the order of (half, row of the half). Rows without a query or a finite lse give P = dS = 0."""
-        base = shared.statistics.data_ptr() + stage * (2 * ROWS)
-        statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
-        for i in cutlass.range_constexpr(ROWS // 32):
-            n = i * 32 + lane
-            slot, member = n // self.ratio, n % self.ratio
-            row = task_qrows[task, slot]
-            value, correction = Float32.inf, Float32(0.0)
-            if row >= 0:
-                loaded = lse[row, head * self.ratio + member] * LOG2_E
-                # Neither infinity nor NaN passes.
-                if loaded - loaded == 0.0:
-                    value = loaded
-                    correction = delta[row, head * self.ratio + member] * softmax_scale
-            position = n
-            if cutlass.const_expr(self.ratio == 16):
-                position = member // 8 * HALF + slot * 8 + member % 8
-            statistics[0, position] = value
-            statistics[1, position] = correction
-
-    @cute.jit
     def consume(
         self,
         shared: Any,
@@ -508,19 +279,6 @@ class MainBackwardSm90:
                 last_flags = flags
                 count += 1
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def partition_sums(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
-        """TMA views of dQ: shared (box, token of a warpgroup's half), global (box, group of heads, token)."""
-        heads = min(self.ratio, 8)
-        inner = (self.sum_width, heads, HEAD_DIM // self.sum_width, 1)
-        box = (1, self.sum_width, self.sum_width * heads, 0)
-        count = KEYS * ROWS * 2 // (heads * HEAD_DIM * (2 if self.bf16_sum else 4))
-        layout = cute.make_layout((inner, count), stride=(box, heads * HEAD_DIM))
-        dtype = BFloat16 if self.bf16_sum else Float32
-        pointer = cute.recast_ptr(base, cute.make_swizzle(*SWIZZLE_128B), dtype=dtype)
-        tiles = cute.group_modes(cute.local_tile(tensor_map, inner, (None, None, None, None)), 0, 4)
-        s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(pointer, layout), tiles)
-        return s, g[None, 0, None, 0, None]
 
     @cute.jit
     def clean_keys(self, shared: Any, valid: Int32, thread: Int32, group: Int32) -> None:
@@ -628,10 +386,6 @@ class MainBackwardSm90:
         if cutlass.const_expr(half == 0):
             warpgroup.wait_group(0)
 
-    def token_row(self, info: cute.Tensor, task_qrows: cute.Tensor, slot: Any) -> Int32:
-        """Row of q of a slot, -1 if it holds no query."""
-        return info[PLACE + slot] if self.rows_shared else task_qrows[info[4], slot]
-
     @cute.jit
     def hide_keys(
         self,
@@ -662,147 +416,6 @@ class MainBackwardSm90:
         for j in cutlass.range_constexpr(4):
             column = ((2 * j + upper) ^ (row % 8)) * 16
             store_matrix_x4(Int32(base) + column, [words[4 * j + i] for i in range(4)])
-
-    @cute.jit
-    def free_ds(self, shared: Any, last_flags: Int32, stage: Int32, group: Int32) -> None:
-        """Wait until TMA has read dQ of the task before, and dK and dV of a segment that it ended; say so."""
-        cute.arch.cp_async_bulk_wait_group(0, read=self.read_suffices)
-        cute.arch.sync_warp()
-        cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
-        if last_flags & LAST:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + (stage ^ 1))
-
-    @cute.jit
-    def add_dq(
-        self,
-        shared: Any,
-        mma_q: Any,
-        dq_atom: Any,
-        s_dq: cute.Tensor,
-        g_dq: cute.Tensor,
-        info: cute.Tensor,
-        task_qrows: cute.Tensor,
-        flags: Int32,
-        stage: Int32,
-        thread: Int32,
-        group: Int32,
-    ) -> None:
-        """DQ of the 64 folded rows of half ``group``, added to global memory; releases Q and dO, or K and V."""
-        cute.arch.barrier(barrier_id=BARRIER_DS + group, number_of_threads=CONSUMERS)
-        # Lane i of a warp keeps the token of box i of its dQ.
-        boxes, warp, lane = 16 // min(self.ratio, 8), thread // 32, thread % 32
-        first = warp * 2 if self.ratio == 16 else (group * 4 + warp) * boxes
-        token, head = self.token_row(info, task_qrows, first + lane % boxes), info[0]
-        if cutlass.const_expr(self.ratio == 16):
-            head = head * 2 + group
-        warpgroup.wait_group(0)
-        if not flags & LAST:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
-        thr = mma_q.get_slice(thread)
-        ds = cute.make_tensor(
-            swizzled(shared.ds.data_ptr() + group * (KEYS * 64)), cute.make_layout((HALF, KEYS), stride=(1, 64))
-        )
-        keys = cute.make_tensor(
-            swizzled(shared.k.data_ptr()), cute.make_layout(((64, 2), KEYS), stride=((1, KEYS * 64), 64))
-        )
-        dq = cute.make_rmem_tensor(mma_q.partition_shape_C((HALF, HEAD_DIM)), Float32)
-        warpgroup.fence()
-        if cutlass.const_expr(self.wants_dq):
-            multiply(mma_q, dq, mma_q.make_fragment_A(thr.partition_A(ds)),
-                     mma_q.make_fragment_B(thr.partition_B(keys)), accumulate=False)  # fmt: skip
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        # The four warps of a warpgroup wait for their parts of the product one by one.
-        cute.arch.barrier(barrier_id=BARRIER_DS + 5 + group, number_of_threads=WARPGROUP)
-        if flags & LAST:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
-        base = Int32(shared.ds.data_ptr().toint()) + (group * 4 + warp) * DQ_BYTES
-        first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * (2 if self.bf16_sum else 4)))
-        if cutlass.const_expr(self.wants_dq and self.bf16_sum):
-            self.store_dq_bf16(dq, base, lane)
-            self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, 0, boxes)
-        elif cutlass.const_expr(self.wants_dq):
-            for below in cutlass.range_constexpr(2):
-                if cutlass.const_expr(below == 1):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                self.store_dq_fp32(dq, base, below, lane)
-                self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, below * (boxes // 2), boxes // 2)
-
-    @cute.jit
-    def reduce_boxes(
-        self,
-        dq_atom: Any,
-        s_dq: cute.Tensor,
-        g_dq: cute.Tensor,
-        token: Int32,
-        head: Int32,
-        first_box: Int32,
-        first_lane: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-    ) -> None:
-        """Add boxes of this warp's shared memory to their tokens; a slot without a query adds nothing."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        for box in cutlass.range_constexpr(count):
-            row = cute.arch.shuffle_sync(token, first_lane + box)
-            if row >= 0:
-                cute.copy(dq_atom, s_dq[None, first_box + box], g_dq[None, head, row], cache_policy=Int64(EVICT_LAST))
-        cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def store_dq_bf16(self, dq: cute.Tensor, base: Int32, lane: Int32) -> None:
-        """16 rows of dQ to shared memory as boxes [token][column half][head][64], 128-byte swizzle."""
-        heads = min(self.ratio, 8)
-        row, below, upper = lane % 8, lane // 8 % 2, lane // 16
-        start = base + below * 2048 + row // heads * (heads * 256) + row % heads * 128
-        for j in cutlass.range_constexpr(8):
-            address = start + j // 4 * (heads * 128)
-            chunk = (2 * (j % 4) + upper) ^ (address // 128 % 8)
-            words = [pack_bf16(dq[8 * j + 2 * i], dq[8 * j + 2 * i + 1]) for i in range(4)]
-            store_matrix_x4(address + chunk * 16, words)
-
-    @cute.jit
-    def store_dq_fp32(self, dq: cute.Tensor, base: Int32, below: cutlass.Constexpr, lane: Int32) -> None:
-        """8 rows of dQ to shared memory as boxes [token][column quarter][head][32], 128-byte swizzle."""
-        heads = min(self.ratio, 8)
-        row, pair = lane // 4, lane % 4
-        start = base + row // heads * (heads * 512) + row % heads * 128
-        for j in cutlass.range_constexpr(16):
-            address = start + j // 4 * (heads * 128)
-            chunk = (2 * (j % 4) + pair // 2) ^ (address // 128 % 8)
-            store_shared_f32x2(address + chunk * 16 + pair % 2 * 8, [dq[4 * j + 2 * below + i] for i in range(2)])
-
-    @cute.jit
-    def flush(
-        self,
-        shared: Any,
-        sums: cute.Tensor,
-        target: cute.Tensor,
-        place: Int32,
-        stage: Int32,
-        thread: Int32,
-        group: Int32,
-    ) -> None:
-        """Add a warp's 16 keys of dK or dV to global memory, in the order of ``dkv_sum_index``, and clear them."""
-        warp, lane = thread // 32, thread % 32
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        # Warpgroup 1 uses the Q of the stage, warpgroup 2 its dO, 8 KiB a warp.
-        base = Int32(shared.q.data_ptr().toint()) + group * (STAGES * TILE_BYTES) + stage * TILE_BYTES + warp * 8192
-        for group8 in cutlass.range_constexpr(16):
-            store_shared_f32x4(base + group8 * 512 + lane * 16, [sums[group8 * 4 + i] for i in range(4)])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        offset = (Int64(place) * 8 + group * 4 + warp) * 8192
-        with cute.arch.elect_one():
-            bulk_add_f32(target.iterator.toint() + offset, base, 8192)
-        cute.arch.cp_async_bulk_commit_group()
-        sums.fill(0.0)
 
 
 def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:

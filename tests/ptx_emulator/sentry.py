@@ -31,6 +31,14 @@ REJECTED = ("not_wellsynced", "potential_race", "invalid_lifecycle")
 SEEDED_KINDS = ("BAR", "T5_COMMIT", "T5_WAIT", "MB_ARRIVE", "CP_WAIT", "MB_ARRIVE_TX", "MB_WAIT")
 """Kinds of which the first caught deletion is a seeded mutant, until two are rejected."""
 MUTANTS = 2
+VERIFIED, FAILED, UNSUPPORTED, NOTHING_TO_DELETE = 0, 1, 2, 3
+WORDS = {
+    VERIFIED: "verified, mutant rejected",
+    FAILED: "FAILED",
+    UNSUPPORTED: "unsupported",
+    NOTHING_TO_DELETE: "verified; no deletion that the emulator catches, so no mutant",
+}
+"""Exit status of one kernel's process, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +129,9 @@ def seed_mutants(verifier: Verifier) -> list[tuple[Site, str, Opinion]]:
 
 
 def run_one(name: str) -> int:
-    """The session for one name: 0 verified and mutant rejected, 2 not supported, 1 anything else; the worst of several.
-
-    A name with several kernels counts as verified if one of them is and the others are not supported.
-    """
+    """The session for one name: one of :data:`WORDS`; for several kernels failure, then what says most."""
     statuses = {run_subject(f"{name} {subject.label}".rstrip(), subject) for subject in subjects.load(name)}
-    return 1 if 1 in statuses else min(statuses)
+    return next(status for status in (FAILED, VERIFIED, NOTHING_TO_DELETE, UNSUPPORTED) if status in statuses)
 
 
 def run_subject(name: str, subject: Subject) -> int:
@@ -134,15 +139,14 @@ def run_subject(name: str, subject: Subject) -> int:
     verifier = Verifier(subject)
     opinion = verifier.ask()
     print(f"{name}: {opinion}", flush=True)
-    if opinion.result == "unsupported":
-        return 2
     if opinion.result != "race_free":
-        return 1
-    rejected = 0
-    for site, sign, answer in seed_mutants(verifier):
-        rejected += answer.result in REJECTED
+        return UNSUPPORTED if opinion.result == "unsupported" else FAILED
+    mutants = seed_mutants(verifier)
+    for site, sign, answer in mutants:
         print(f"  without {NAMES[site.kind]}, {site}\n    emulator: {sign}\n    SentryWard: {answer}", flush=True)
-    return 0 if rejected else 1
+    if any(answer.result in REJECTED for _, _, answer in mutants):
+        return VERIFIED
+    return FAILED if mutants else NOTHING_TO_DELETE
 
 
 def run_several(names: Sequence[str]) -> int:
@@ -151,16 +155,15 @@ def run_several(names: Sequence[str]) -> int:
         name: subprocess.run([sys.executable, "-m", "ptx_emulator.sentry", "--one", name], check=False).returncode
         for name in names
     }
-    words = {0: "verified, mutant rejected", 2: "unsupported"}
-    print("\n".join(f"{name}: {words.get(code, 'FAILED')}" for name, code in results.items()))
-    return 0 if 0 in results.values() and set(results.values()) <= {0, 2} else 1
+    print("\n".join(f"{name}: {WORDS.get(code, WORDS[FAILED])}" for name, code in results.items()))
+    return 0 if VERIFIED in results.values() and set(results.values()) <= WORDS.keys() - {FAILED} else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m ptx_emulator.sentry", description=__doc__.split("\n")[0])
     parser.add_argument("kernels", nargs="+", help=f"{', '.join(subjects.REGISTRY)}, module:function, or all")
-    parser.add_argument("--one", action="store_true", help="in this process; status 2 if not supported")
+    parser.add_argument("--one", action="store_true", help="in this process; the status says more")
     options = parser.parse_args(arguments)
     if not is_available():
         raise SystemExit("sentryward is not installed: pip install sentryward==0.1.1")

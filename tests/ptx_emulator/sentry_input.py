@@ -70,7 +70,8 @@ def find_types(ptx: str, entry: Entry) -> dict[str, str]:
     """PTX types of the kernel's parameters, as the text declares them."""
     start = re.search(rf"\.entry\s+{re.escape(entry.name)}\s*\(", ptx)
     header = ptx[start.end() : ptx.index("{", start.end())] if start else ""
-    return {name: kind for kind, name in re.findall(r"\.(\w+)\s+([\w$]+)(?:\[\d+\])?\s*(?=[,)]|$)", header)}
+    declared = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:[^,)]*\s)?([\w$]+)(?:\[\d+\])?\s*[,)]"
+    return {name: kind for kind, name in re.findall(declared, header)}
 
 
 def delete_statement(ptx: str, line: int, text: str) -> str:
@@ -160,8 +161,8 @@ def _declare(config: dict[str, Any], field: Field, data: bytes, parameter_type: 
             words = [value & 0xFFFFFFFF for value in launch.integers[name]]
             config["shape_arrays"].append({**place, "element_type": "u32", "shapes": [words]})
         return
-    whole = field.size == field.parameter.size_bytes
-    kind = parameter_type.replace("b", "u") if whole else f"u{8 * field.size}"
+    scalar = field.size == field.parameter.size_bytes == SIZES[parameter_type]
+    kind = parameter_type.replace("b", "u") if scalar else f"u{8 * field.size}"
     config["declarations"].append({**place, "name": field.name, "type": kind})
     config["arguments"].append({"field": field.name, "value": _number(kind, data)})
 

@@ -252,6 +252,9 @@ void Cta::run_tensor_copy(AsyncOp& op) {
   const u32 total = op.gather ? 4 * row_bytes : row_bytes * map.box[1] * map.box[2] * map.box[3] * map.box[4];
   const u32 span = map.swizzle ? 16u << map.swizzle : ~0u;
   if (op.shared % 128) fault_at("misaligned", SPACE_SHARED, op.shared, "tensor copy not at a multiple of 128 B");
+  // Seen on an H200 (bf16, 4 dimensions, a box outside at -1): cudaErrorIllegalInstruction. Loads there give zeros.
+  for (u32 d = 0; !load && op.reduction && d < op.rank; d++)
+    if (op.coordinates[d] < 0) FAULT("tensor-map", "tensor addition at coordinate %d", op.coordinates[d]);
   if (row_bytes > span || row_bytes % 16)
     FAULT("tensor-map", "box rows of %u B: a multiple of 16 within the swizzle span expected", row_bytes);
   check_shared(op.shared, total, "tensor copy");
