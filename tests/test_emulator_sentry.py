@@ -16,7 +16,8 @@ from ptx_emulator.snippets import module
 from ptx_emulator.subjects import Outcome, Recorder, Subject
 from ptx_emulator.tensor_map import decode_tensor_map, encode_tensor_map
 
-PARAMETERS = (".u64 out", ".u64 lengths", ".f32 scale", ".s32 shift", ".align 8 .b8 sizes[16]", ".align 4 .b8 one[4]")
+STRUCTS = (".align 8 .b8 sizes[16]", ".align 4 .b8 one[4]")
+PARAMETERS = (".u64 out", ".u64 lengths", ".f32 scale", ".s32 shift", *STRUCTS)
 BODY = """
 ld.param.u64 %d0, [out]; ld.param.u64 %d1, [lengths]; ld.param.f32 %r1, [scale]; ld.param.s32 %r2, [shift];
 ld.param.v2.b32 {%r3, %r4}, [sizes+8]; ld.param.b32 %r6, [one];
@@ -41,7 +42,8 @@ def test_fields_are_what_the_kernel_reads() -> None:
     _, recorder = record()
     fields = [(field.parameter.name, field.offset, field.size) for field in find_fields(recorder.entry)]
     assert fields == [
-        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4), ("one", 0, 4),
+        ("out", 0, 8), ("lengths", 0, 8), ("scale", 0, 4), ("shift", 0, 4), ("sizes", 8, 4), ("sizes", 12, 4),
+        ("one", 0, 4),
     ]  # fmt: skip
 
 
