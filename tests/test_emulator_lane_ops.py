@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ptx_emulator import UnsupportedPtxError, emulate
 from ptx_emulator.alu import LANE_OPS
+from ptx_emulator.definitions import bfe, bfi, signed
 from ptx_emulator.snippets import WIDTHS, lane_op_module, module
 
 FORMATS = {"u32": "<I", "s32": "<i", "f32": "<f", "u64": "<Q", "s64": "<q", "f64": "<d", "h": "<H", "hs": "<h"}
@@ -58,11 +59,6 @@ def unpack(kind: str, raw: bytes) -> Any:
     return struct.unpack(FORMATS[kind], raw)[0]
 
 
-def signed(value: int, bits: int = 32) -> int:
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
 def truncating_division(a: int, b: int) -> int:
     quotient = abs(a) // abs(b)
     return -quotient if (a < 0) != (b < 0) else quotient
@@ -86,17 +82,6 @@ def prmt(a: int, b: int, selector: int) -> int:
 def lop3(a: int, b: int, c: int, table: int) -> int:
     bits = (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1 for i in range(32))
     return sum(bit << i for i, bit in enumerate(bits))
-
-
-def bfe(a: int, position: int, length: int) -> int:
-    position, length = position & 255, length & 255
-    return a >> position & ((1 << length) - 1) & M32 if position < 32 else 0
-
-
-def bfi(a: int, b: int, position: int, length: int) -> int:
-    position, length = position & 255, length & 255
-    mask = (((1 << length) - 1) << position) & M32
-    return b & ~mask | a << position & mask
 
 
 INTEGER_CASES: dict[str, Callable[..., int]] = {

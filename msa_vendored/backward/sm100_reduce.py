@@ -17,7 +17,7 @@ TOKEN_BATCH = 4
 
 
 class ReduceRole(Walker):
-    """The reduce warps. Tensor memory is handed back as soon as it has been read, before anything is added."""
+    """The reduce warps. Tensor memory is handed back as soon as it has been read."""
 
     @cute.jit
     def reduce(self, c: Context) -> None:
@@ -52,20 +52,25 @@ class ReduceRole(Walker):
         if not self.wants_dq:
             self._release(c, Barrier.DQ_EMPTY)
             return
-        values = []
-        for half in range(2):
-            part = ptx.load_tensor(lanes + (Column.DP + 64 * half), 64)
-            values += self._to_words(c, part) if self.dq_dtype is BFloat16 else part
-        self._release(c, Barrier.DQ_EMPTY)
         size = self.dq_dtype.width // 8
         token_bytes = c.key_heads * (self.ratio * HEAD_DIM * size)
         base = c.dq_pool + Int64(head * (self.ratio * HEAD_DIM * size) + dim * (self.group * size))
         if const_expr(self.ratio == 1 and self.dq_dtype is BFloat16):
             base -= Int64(c.lane % 2 * 2)
-        for slot in range(self.slots):
-            if slot >= len(tokens):
-                tokens = tokens + self.query_rows(c, task, slot, TOKEN_BATCH)
-            self._add_slot(c, base, token_bytes, slot, tokens, values)
+        # With 64 or 128 tokens to a tile, ptxas spills 80 to 96 bytes if all columns are read before any is added.
+        by_halves = self.ratio <= 2 and self.dq_dtype is BFloat16
+        values, done = [], 0
+        for half in range(2):
+            part = ptx.load_tensor(lanes + (Column.DP + 64 * half), 64)
+            values += self._to_words(c, part) if self.dq_dtype is BFloat16 else part
+            if half == 1:
+                self._release(c, Barrier.DQ_EMPTY)
+            end = self.slots if half == 1 else self.slots // 2 if by_halves else 0
+            for slot in range(done, end):
+                if slot >= len(tokens):
+                    tokens = tokens + self.query_rows(c, task, slot, TOKEN_BATCH)
+                self._add_slot(c, base, token_bytes, slot, tokens, values)
+            done = end
 
     def _to_words(self, c: Context, part: list[Any]) -> list[Any]:
         """Words of two bf16: two heads of a token, or at ratio 1 two head dims of one token.
