@@ -80,14 +80,14 @@ void Cta::run_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m) {
       case KIND_MB_ARRIVE: {
         Mbarrier& barrier = barrier_at(address, w.pc, w.view, agent, false);
         if (o[1] >= 0) reg64(w, o[1])[lane] = barrier.phase;
-        arrive(address, reg(w, o[2])[lane], w.view, w.pc, agent);
+        arrive(address, reg(w, o[2])[lane], w.touched & ~m ? released(w, m) : w.view, w.pc, agent);
         break;
       }
       case KIND_MB_ARRIVE_TX: {
         Mbarrier& barrier = barrier_at(address, w.pc, w.view, agent, false);
         if (o[1] >= 0) reg64(w, o[1])[lane] = barrier.phase;
         change_tx(address, reg(w, o[2])[lane], true, w.view, w.pc, agent, false);
-        arrive(address, 1, w.view, w.pc, agent);
+        arrive(address, 1, w.touched & ~m ? released(w, m) : w.view, w.pc, agent);
         break;
       }
       case KIND_MB_EXPECT_TX: change_tx(address, reg(w, o[1])[lane], true, w.view, w.pc, agent, false); break;
@@ -165,7 +165,8 @@ bool Cta::run_named(Warp& w, const Instr& i, const s32* o, u32 m) {
   barrier.pc = w.pc;
   progress++;
   if (checks(CHECK_RACES)) barrier.view.join(w.view);
-  tick(w);
+  if (i.a == ARRIVE) tick(w);
+  else meet(w);
   if (i.a == RED) {
     u32 truth = i.c ? ~w.predicates[o[2]] : w.predicates[o[2]];
     barrier.reduced += (u32)__builtin_popcount(truth & m) + (i.b == 1 ? 32 - (u32)__builtin_popcount(m) : 0);

@@ -28,6 +28,9 @@ class Clock {
       if (other.values_[i] < values_[i]) values_[i] = other.values_[i];
   }
   void clear() { values_.clear(); }
+  void limit(u32 agent, u32 value) {
+    if (agent < values_.size() && values_[agent] > value) values_[agent] = value;
+  }
   bool covers(u32 agent, u32 value) const { return value <= get(agent); }
 
  private:

@@ -164,7 +164,7 @@ void Cta::issue_bulk(Warp& w, const Instr& i, const s32* o, u32 m) {
       if (!load) op.reduction = (u32)i.a, op.type = (u32)i.b;
     }
     std::tie(op.agent, op.clock) = begin_async(load ? AGENT_LOAD : AGENT_STORE, w.id, w.view);
-    if (checks(CHECK_RACES)) op.view = w.view;
+    if (checks(CHECK_RACES)) op.view = released(w, m);
     if (!load) w.pending_bulk.push_back({op.agent, op.clock, op.group, lane, w.pc});
     issue(std::move(op));
   }

@@ -47,6 +47,8 @@ struct Warp {
   u32 barrier_id = 0;
   View view;
   u32 now = 1;  // own component of the clocks
+  u32 met = 1;  // its value when all lanes last met
+  u32 touched = 0;  // lanes with accesses to shared or tensor memory since
   u32 registers_per_thread = 0, registers_wanted = 0;
   u32 carry = 0;
   u32 lane_epoch = 1;  // .sync instructions so far, for races between lanes
@@ -190,6 +192,13 @@ class Cta {
               std::string text = "", s32 other_cta = -1);
   // What a warp does from now on is not covered by what it has released or fenced so far.
   void tick(Warp& w) { w.view.seen.set(w.id, ++w.now); }
+  void meet(Warp& w) { tick(w); w.met = w.now, w.touched = 0; }
+  // What a signal by some lanes carries: not what the others did since the warp last met.
+  View released(const Warp& w, u32 m) const {
+    View view = w.view;
+    if (w.touched & ~m) view.seen.limit(w.id, w.met - 1), view.async_seen.limit(w.id, w.met - 1);
+    return view;
+  }
   Actor actor(Warp& w, bool async = false) { return {w.id, w.now, &w.view, async, w.pc, index, false}; }
 
   // memory.cpp

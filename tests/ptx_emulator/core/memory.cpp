@@ -128,6 +128,7 @@ void Cta::load(Warp& w, const Instr& i, const s32* o, u32 m) {
       check_aligned(address, total, SPACE_SHARED, "load");
       check_shared((u32)address, total, "load");
       check_shared_init((u32)address, total, "load", w.pc, agent_code(AGENT_WARP, w.id));
+      w.touched |= 1u << lane;
       shadow_shared((u32)address, total, false, actor(w));
       check_lanes(w, lane, (u32)address, total, nullptr);
       from = &shared_[address];
@@ -166,6 +167,7 @@ void Cta::store(Warp& w, const Instr& i, const s32* o, u32 m) {
       if (!barriers_.empty() && barriers_.count((u32)address & ~7u))
         report("barrier-misuse", w.pc, agent_code(AGENT_WARP, w.id), barriers_[(u32)address & ~7u].init_pc, -1,
                SPACE_SHARED, address, "ordinary store over a live mbarrier");
+      w.touched |= 1u << lane;
       shadow_shared((u32)address, total, true, actor(w));
       memset(&shared_init_[address], 1, total);
       to = &shared_[address];

@@ -13,6 +13,7 @@ f32 tf32_of(u32 word) { return bit_cast<f32>(word & 0xffffe000u); }
 // Row r of matrix k is at the address that lane 8k + r gives; thread t holds elements 2(t%4) and 2(t%4)+1 of row t/4.
 void Cta::load_matrix(Warp& w, const Instr& i, const s32* o, u32 m) {
   (void)m;
+  w.touched = ~0u;
   u16 matrices[4][8][8];
   for (s32 k = 0; k < i.a; k++)
     for (u32 row = 0; row < 8; row++) {
@@ -36,6 +37,7 @@ void Cta::load_matrix(Warp& w, const Instr& i, const s32* o, u32 m) {
 
 void Cta::store_matrix(Warp& w, const Instr& i, const s32* o, u32 m) {
   (void)m;
+  w.touched = ~0u;
   for (s32 k = 0; k < i.a; k++) {
     u16 matrix[8][8];
     for (u32 t = 0; t < 32; t++) {

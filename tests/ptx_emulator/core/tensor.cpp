@@ -140,6 +140,7 @@ void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
   const u32 per_unit = i.a == SHAPE_16x128b ? 2 : i.a == SHAPE_16x256b ? 4 : 1;
   const u32 columns = (u32)i.b * (half && !halves ? per_unit * 2 : 1), registers = (u32)i.b * per_unit;
   std::vector<u32> touched;
+  w.touched = ~0u;
   for (u32 c = column; c < column + columns; c++) touched.push_back(c);
   for (u32 c = column + (u32)i.c; halves && c < column + (u32)i.c + columns; c++)
     if (c < column || c >= column + columns) touched.push_back(c);
@@ -252,7 +253,7 @@ void Cta::issue_mma(Warp& w, const Instr& i, const s32* o, u32 m) {
           if (reg(w, o[k])[lane]) FAULT("not-modelled", "tcgen05.mma with lanes disabled");
       }
     }
-    if (checks(CHECK_RACES)) op.view = w.view;
+    if (checks(CHECK_RACES)) op.view = released(w, m);
     if (checks(CHECK_TCGEN05_FENCES)) op.view.tensor_seen.set(w.id, w.now);  // what the thread itself did and waited for
     issue(std::move(op));
   }

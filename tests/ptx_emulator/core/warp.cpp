@@ -284,6 +284,7 @@ Cta::Outcome Cta::run_other(Warp& w, const Instr& i, const s32* o, u32 m) {
     }
     case KIND_SYNCWARP:
       if (!rendezvous(w, m, reg(w, o[0])[first_lane(m)], "bar.warp.sync")) return Outcome::CONTINUE;
+      meet(w);
       break;
     case KIND_BAR:
       if (!rendezvous(w, m, ~0u, "bar")) return Outcome::CONTINUE;
