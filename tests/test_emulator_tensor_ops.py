@@ -156,13 +156,18 @@ def test_tensor_copy_swizzles_and_fills(swizzle: int, schedule: str) -> None:
     assert torch.equal(swizzle_rows(tile, swizzle), raw)
 
 
+ATOMS_32B = -128
+"""Swizzle of 128 bytes in atoms of 32, the layout of an MN-major tf32 operand: chunks move in pairs."""
+
+
 def swizzle_rows(tile: torch.Tensor, swizzle: int) -> torch.Tensor:
     """A row-major tile as it lies in shared memory: the 16-byte chunk index xor the index of the 128-byte line."""
     flat = tile.reshape(-1, 16 // tile.element_size())
-    mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
+    mask = {0: 0, 32: 1, 64: 3, 128: 7, ATOMS_32B: 6}[swizzle]
     out = torch.empty_like(flat)
     for chunk in range(flat.shape[0]):
-        out[chunk ^ (chunk // 8 & mask)] = flat[chunk]
+        line = chunk // 8 * (2 if swizzle == ATOMS_32B else 1)
+        out[chunk ^ (line & mask)] = flat[chunk]
     return out.reshape(-1)
 
 
@@ -179,6 +184,9 @@ def core_matrices(matrix: torch.Tensor, mn_major: bool, swizzle: int) -> tuple[t
         row[:, :depth] = matrix
         return swizzle_rows(row, swizzle), 16, 8 * swizzle
     columns = matrix.T.contiguous()  # [depth, rows]: rows contiguous
+    if swizzle == ATOMS_32B:  # 4 values of K of every panel of 32 rows, then the next 4
+        panels = columns.reshape(depth // 4, 4, rows // 32, 32).permute(0, 2, 1, 3).contiguous()
+        return swizzle_rows(panels, swizzle), 512, 16 * rows
     if swizzle == 0:
         chunks = columns.reshape(depth // 8, 8, rows // 8, 8)
         return chunks.permute(2, 0, 1, 3).reshape(-1), 128, 256
@@ -188,7 +196,7 @@ def core_matrices(matrix: torch.Tensor, mn_major: bool, swizzle: int) -> tuple[t
     return flat, depth * swizzle, 8 * swizzle
 
 
-LAYOUT = {0: 0, 128: 2, 64: 4, 32: 6}
+LAYOUT = {0: 0, ATOMS_32B: 1, 128: 2, 64: 4, 32: 6}
 
 
 def descriptor(address: int, leading: int, stride: int, swizzle: int, version: int = 1) -> int:
@@ -217,6 +225,8 @@ def stage(name: str, size_bytes: int, shared: str, threads: int) -> str:
 LAYOUTS = [(False, False), (True, False), (False, True), (True, True)]
 MMA_CASES = [(BF16, rows, a, b, s) for (a, b), s, rows in itertools.product(LAYOUTS, (0, 32, 64, 128), (64, 128))]
 MMA_CASES += [(F16, 128, False, False, 128), (F32, 128, False, False, 128), (F32, 64, False, False, 0)]
+# An MN-major tf32 operand lies in atoms of 32 bytes; the swizzle is that of a K-major one.
+MMA_CASES += [(F32, rows, a, b, 64) for (a, b), rows in itertools.product(LAYOUTS[1:], (64, 128))]
 
 
 @pytest.mark.parametrize(("dtype", "rows", "a_mn", "b_mn", "swizzle"), MMA_CASES)
@@ -227,11 +237,12 @@ def test_tcgen05_mma(dtype: torch.dtype, rows: int, a_mn: bool, b_mn: bool, swiz
     a = torch.randint(-4, 5, (rows, depth)).to(dtype)
     b = torch.randint(-4, 5, (columns, depth)).to(dtype)
     out = torch.zeros(128, columns)
-    a_flat, a_leading, a_stride = core_matrices(a, a_mn, swizzle)
-    b_flat, b_leading, b_stride = core_matrices(b, b_mn, swizzle)
     kind = "tf32" if dtype == F32 else "f16"
-    a_descriptor = descriptor(0, a_leading, a_stride, swizzle)
-    b_descriptor = descriptor(0, b_leading, b_stride, swizzle)
+    a_swizzle, b_swizzle = (ATOMS_32B if mn and dtype == F32 else swizzle for mn in (a_mn, b_mn))
+    a_flat, a_leading, a_stride = core_matrices(a, a_mn, a_swizzle)
+    b_flat, b_leading, b_stride = core_matrices(b, b_mn, b_swizzle)
+    a_descriptor = descriptor(0, a_leading, a_stride, a_swizzle)
+    b_descriptor = descriptor(0, b_leading, b_stride, b_swizzle)
     body = LANE + BARRIER + stage("a0", a_flat.nbytes, "smem", 128) + stage("a1", b_flat.nbytes, f"smem+{B_AT}", 128)
     body += f"""
     setp.eq.s32 %p2, %r1, 0;
@@ -268,6 +279,28 @@ def test_tcgen05_mma(dtype: torch.dtype, rows: int, a_mn: bool, b_mn: bool, swiz
     run(body, a_flat, b_flat, out, threads=128, shared_bytes=32780)
     got = out if rows == 128 else out.view(4, 32, columns)[:, :16].reshape(64, columns)
     assert torch.equal(got, 2 * (a.float() @ b.float().T))
+
+
+REFUSED = "MN-major tf32 operand with matrix descriptor layout"
+REFUSALS = [(F32, True, s, f"{REFUSED} {LAYOUT[s]}") for s in (0, 32, 64, 128)]
+REFUSALS += [(t, mn, ATOMS_32B, "matrix descriptor layout 1") for t, mn in ((BF16, True), (BF16, False), (F32, False))]
+
+
+@pytest.mark.parametrize(("dtype", "mn_major", "swizzle", "message"), REFUSALS)
+def test_layouts_without_a_meaning_are_refused(dtype: torch.dtype, mn_major: bool, swizzle: int, message: str) -> None:
+    """32-byte atoms belong to MN-major tf32 operands, and those to 32-byte atoms: nothing else is guessed."""
+    kind = "tf32" if dtype == F32 else "f16"
+    body = (
+        LANE
+        + f"""
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3+4096], 32; ld.shared.b32 %r8, [%r3+4096];
+    shr.u32 %r9, %r3, 4; cvt.u64.u32 %d20, %r9; add.s64 %d21, %d20, {descriptor(0, 512, 512, swizzle)};
+    mov.b32 %r10, {instruction_descriptor(64, 32, dtype, mn_major, mn_major)};
+    @%p1 tcgen05.mma.cta_group::1.kind::{kind} [%r8], %d21, %d21, %r10, 0;
+    """
+    )
+    with pytest.raises(AssertionError, match=f"not-modelled: {message}"):
+        run(body, threads=32, shared_bytes=4104)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])

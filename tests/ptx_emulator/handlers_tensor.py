@@ -191,6 +191,8 @@ def wgmma(x: Lowering, match: re.Match[str], operands: list[str]) -> None:
     transposed = flags[2:] if len(flags) > 2 else [0, 0]
     if len(transposed) == 1:
         transposed = [0, *transposed]
+    if any(transposed) and match["type"] == "tf32":
+        raise LoweringError("an MN-major operand of wgmma: 16 bits an element expected, tf32 given")
     bits = int(from_registers) | transposed[0] << 1 | transposed[1] << 2 | negated
     enable = _enable(x, operands[3])
     x.emit("WGMMA", [*accumulators, second, enable, *first], kind, n, bits)

@@ -3,6 +3,7 @@
 
 namespace {
 constexpr u32 K_BYTES = 32;  // both operand kinds take 32 bytes of K an instruction
+constexpr u32 ATOMS_32B = 4;  // swizzle of 128 bytes in atoms of 32: the atom's index xor two bits of the row
 
 f32 decode(const u8* data, u32 format) {
   if (format == 2) { u32 word; memcpy(&word, data, 4); return bit_cast<f32>(word & 0xffffe000u); }
@@ -14,7 +15,7 @@ f32 decode(const u8* data, u32 format) {
 
 // One 16-byte chunk of an operand in shared memory.
 u32 Cta::read_chunk(u32 address, u32 swizzle, u8* out, const Actor& who, const char* what) {
-  u32 place = swizzle_address(address, swizzle);
+  u32 place = swizzle == ATOMS_32B ? address ^ (address >> 7 & 3) << 5 : swizzle_address(address, swizzle);
   if (place % 16) fault_at("misaligned", SPACE_SHARED, place, printed("%s not at a multiple of 16 B", what));
   check_shared(place, 16, what);
   check_shared_init(place, 16, what, who.pc, checks(CHECK_RACES) ? name_agent(who.agent) : -1);
@@ -28,11 +29,14 @@ void Cta::read_operand(f32* out, u64 descriptor, u32 rows, bool mn_major, u32 fo
   const u32 start = (u32)(descriptor & 0x3fff) << 4, leading = (u32)(descriptor >> 16 & 0x3fff) << 4;
   const u32 stride = (u32)(descriptor >> 32 & 0x3fff) << 4, layout = descriptor >> 61 & 7;
   if (descriptor >> 49 & 7) FAULT("not-modelled", "matrix descriptor with a base offset: %016llx", (unsigned long long)descriptor);
+  const bool wide = mn_major && format == 2;  // an MN-major tf32 operand: CuTe DSL documents this one layout for it
+  if (wide && layout != 1)
+    FAULT("not-modelled", "MN-major tf32 operand with matrix descriptor layout %u: 1 (128 B in atoms of 32 B) expected", layout);
   static const s32 modes[8] = {0, -1, 3, -1, 2, -1, 1, -1};
-  if (modes[layout] < 0) FAULT("not-modelled", "matrix descriptor layout %u", layout);
-  const u32 swizzle = (u32)modes[layout], element = format == 2 ? 4 : 2, per_chunk = 16 / element;
-  const u32 k_count = K_BYTES / element, span = swizzle ? 1u << swizzle : 1;  // chunks in a swizzled row
-  if (mn_major && element == 4) FAULT("not-modelled", "MN-major tf32 operand");
+  if (modes[layout] < 0 && !wide) FAULT("not-modelled", "matrix descriptor layout %u", layout);
+  const u32 swizzle = wide ? ATOMS_32B : (u32)modes[layout], element = format == 2 ? 4 : 2, per_chunk = 16 / element;
+  const u32 k_count = K_BYTES / element, span = wide ? 8 : swizzle ? 1u << swizzle : 1;  // chunks in a swizzled row
+  const u32 group = wide ? 4 : 8;  // values of K from one stride (of an MN-major operand) to the next
   Actor who{op.agent, op.clock, &pipes_[op.agent], true, op.pc, index, false};
   u8 chunk[16];
   if (!mn_major) {
@@ -45,11 +49,12 @@ void Cta::read_operand(f32* out, u64 descriptor, u32 rows, bool mn_major, u32 fo
     return;
   }
   for (u32 k = 0; k < k_count; k++)
-    for (u32 c = 0; c < rows / 8; c++) {
-      u32 at = swizzle ? start + c % span * 16 + c / span * leading + k % 8 * span * 16 + k / 8 * stride
+    for (u32 c = 0; c < rows / per_chunk; c++) {
+      u32 at = swizzle ? start + c % span * 16 + c / span * leading + k % group * span * 16 + k / group * stride
                        : start + c * stride + k % 8 * 16 + k / 8 * leading;
       read_chunk(at, swizzle, chunk, who, "matrix operand");
-      for (u32 e = 0; e < 8; e++) out[(c * 8 + e) * k_count + k] = decode(chunk + e * 2, format);
+      for (u32 e = 0; e < per_chunk; e++)
+        out[(c * per_chunk + e) * k_count + k] = decode(chunk + e * element, format);
     }
 }
 
