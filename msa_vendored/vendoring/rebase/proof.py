@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -182,9 +183,17 @@ def _pip(python: str) -> list[str]:
 def _run(command: list[str], *more: str) -> str:
     """Run a command; its output, or CheckError with the end of what it wrote."""
     command = [*command, *more]
+    # The DSL writes CUTE_DSL_LIBS into its process; a child with another DSL would load the library of this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=COMPILE_TIMEOUT_S
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=COMPILE_TIMEOUT_S,
+            env=environment,
         )
     except subprocess.TimeoutExpired as error:
         raise CheckError("a check did not end", where=" ".join(command), got=str(error)) from error
