@@ -16,7 +16,7 @@ import msa_vendored
 from msa_vendored.bench.check import compare_sample
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
 from msa_vendored.bench.implementations import Implementation
-from msa_vendored.bench.timing import Timing, measure_copy_tb_per_s, measure_peak_tflops, time_calls
+from msa_vendored.bench.timing import BUDGET_S, Timing, measure_copy_tb_per_s, measure_peak_tflops, time_calls
 from msa_vendored.bench.workload import (
     QUERY_HEADS,
     RATIO,
@@ -118,12 +118,14 @@ class Settings:
         operand_sets: sets of operands that calls rotate over.
         seed: of the first set.
         check: compare a sample with float32.
+        budget_s: seconds of timed calls of a part, see :func:`~msa_vendored.bench.timing.time_calls`.
     """
 
     iterations: int = 20
     operand_sets: int = 2
     seed: int = 1
     check: bool = True
+    budget_s: float = BUDGET_S
 
 
 def describe_environment() -> dict[str, Any]:
@@ -194,7 +196,7 @@ def run_benchmark(
         for peer in implementations:
             advance(f"{case.name} {case.selection}: {peer.name}")
             version, present = versions[peer.name]
-            reason = peer.refuse(case) if present else version
+            reason = (peer.refuse(case) or find_repetition(case, peer, cases)) if present else version
             if reason is not None:
                 rows.append(_row(case, peer, note=reason, status="skipped" if present else "absent"))
                 continue
@@ -212,6 +214,14 @@ def find_version(peer: Implementation) -> tuple[str, bool]:
         return peer.find_version(), True
     except PeerMissingError as error:
         return error.what, False
+
+
+def find_repetition(case: Case, peer: Implementation, cases: Sequence[Case]) -> str | None:
+    """Why dense attention need not run a case: another selection of the same documents came before."""
+    before = next((other for other in cases if other.lengths == case.lengths), case)
+    if not peer.dense or before is case or before.selection == case.selection:
+        return None
+    return f"dense attention takes no selection: see {before.selection}"
 
 
 def _draw_operands(case: Case, settings: Settings) -> list[Operands]:
@@ -242,7 +252,8 @@ def run_implementation(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        timing = time_calls([each.parts[part] for each in prepared], iterations=settings.iterations)
+        calls = [each.parts[part] for each in prepared]
+        timing = time_calls(calls, iterations=settings.iterations, budget_s=settings.budget_s)
         flops = count_flops(part, case, pairs, dense=peer.dense)
         yield _row(
             case,
