@@ -12,7 +12,6 @@ import math
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,12 @@ def test_emulated_cases_have_work(emulated: dict[str, list[dict[str, Any]]]) -> 
 # On the card.
 
 
-@cache
-def compiled(ratio: int, dq_accumulation: str) -> Any:
-    """The kernel for the card at hand."""
-    from msa_vendored.backward.main_sm90 import compile_main
+def find_kernel(ratio: int, dq_accumulation: str) -> Any:
+    """The kernel for the card, as ``run_backward`` finds it, from disk if it is there."""
+    from msa_vendored.backward.stages import compile_main_sm90
+    from msa_vendored.compiling import load_kernel
 
-    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation)
+    return load_kernel(compile_main_sm90, arch="sm_90a", ratio=ratio, dq_accumulation=dq_accumulation, gradients="all")
 
 
 def run_on_card(dq_accumulation: str = "fp32", **problem: Any) -> tuple[list[float], tuple[torch.Tensor, ...]]:
@@ -113,7 +112,7 @@ def run_on_card(dq_accumulation: str = "fp32", **problem: Any) -> tuple[list[flo
     operands = make_problem(**{"kv_heads": 4, "ratio": 16, "topk": 4, "device": "cuda", **problem})
     grid = torch.cuda.get_device_properties(0).multi_processor_count
     call = prepare_call(operands, dq_accumulation=dq_accumulation, grid=grid, rows_per_chunk=16)
-    compiled(operands.ratio, dq_accumulation)(*call.arguments())
+    find_kernel(operands.ratio, dq_accumulation)(*call.arguments())
     torch.cuda.synchronize()
     assert operands.gradients is not None
     gradients = call.gradients()
