@@ -25,6 +25,9 @@ DSL_VERSIONS = sorted(
 )
 """Versions of CuTe DSL that the pins were tested with."""
 
+# A process a core, up to 8 for the memory's sake; conftest.py groups the tests, longest first.
+IN_PARALLEL = ("-n", "logical", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
+
 # Keeps the current folder off sys.path, in subprocesses of the tests too: the checkout has no patched tree.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
@@ -76,10 +79,10 @@ def build(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
-    """Build the wheel, install it with what it needs, and run the tests against it [-- pytest arguments]."""
+    """Build the wheel, install it with what it needs, and test it [-- pytest arguments; -n 0: one process]."""
     install_test_environment(session)
     install_wheel(session)
-    session.run("pytest", "-m", "not gpu", *session.posargs, env=SAFE_PATH)
+    session.run("pytest", "-m", "not gpu", *IN_PARALLEL, *session.posargs, env=SAFE_PATH)
 
 
 @nox.session(reuse_venv=True)

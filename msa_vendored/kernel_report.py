@@ -26,7 +26,6 @@ SHARED_BYTES = 232_448
 """227 KiB: most shared memory of a CTA for compute capability 9.0, 10.0 and 10.3 (CUDA programming guide)."""
 TMEM_COLUMNS = 512
 RATIOS = (1, 2, 4, 8, 16)
-DQ_ACCUMULATIONS = ("bf16", "fp32")
 TOPK_CHOICES = (4, 8, 16, 32)
 
 _STRUCT = re.escape("!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
@@ -187,6 +186,7 @@ def list_stages(arch: str) -> list[Stage]:
 
 def list_backward_stages(arch: str) -> list[Stage]:
     """Every function that the backward compiles, with every set of options, once."""
+    from msa_vendored.backward.accumulation import DQ_ACCUMULATIONS
     from msa_vendored.backward.stages import Structure, load_stages
 
     found: list[Stage] = []

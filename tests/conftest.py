@@ -17,6 +17,24 @@ import pytest
 import msa_vendored
 from msa_vendored.trees import scan_tree
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One thread a process, before torch is imported: two pools on two cores wait for each other most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+LONGEST_FIRST = (
+    "test_backward_sm100.py",
+    "test_upgrades.py",
+    "test_backward_emulated.py",
+    "test_backward_sm90.py",
+    "test_emulator_checks.py",
+    "test_backward_stages.py",
+    "test_hopper_forward.py",
+    "test_backward.py",
+)
+"""Files to begin with where tests run in several processes, so that none of them is left for the end."""
+
+ARCHITECTURES = {"sm_90a", "sm_100a", "sm_103a"}
+
 RUNTIME = Path(msa_vendored.__file__).resolve().parent
 RUNTIME_FILES = (
     "__init__.py",
@@ -75,6 +93,21 @@ STUBS = {
         for name in ("build_k2q_csr", "sparse_atten_func", "fmha_sm100", "fmha_sm100_plan", "run_backward")
     ),
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order and group tests for ``pytest -n``: a file, or its tests of one architecture, goes to one process.
+
+    So fixtures of a module, which compile kernels, are made once, as without ``-n``.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        arch = [value for value in parameters if isinstance(value, str) and value in ARCHITECTURES]
+        item.add_marker(pytest.mark.xdist_group("-".join([item.path.name, *arch])))
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 @dataclass(frozen=True, slots=True)

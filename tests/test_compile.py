@@ -142,7 +142,7 @@ def test_exports_for_any_document_lengths() -> None:
 OPTIONS = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")}
 
 
-def forward_arguments(batch: Batch) -> tuple[Any, ...]:
+def forward_arguments(batch: Batch, accumulation: str = "fp32") -> tuple[Any, ...]:
     q, k, v, index_q, index_k, microbatch = batch
     return (
         q,
@@ -157,6 +157,7 @@ def forward_arguments(batch: Batch) -> tuple[Any, ...]:
         0.5,
         "reference",
         True,
+        accumulation,
     )
 
 
@@ -180,9 +181,10 @@ def test_backward_operator_passes_opcheck() -> None:
         q, k, v = (tensor.detach() for tensor in batch[:3])
     saved = (q, k, v, out, lse, row_ptr, q_indices, metadata, work_count)
     layout = (microbatch.workspace_positions, microbatch.document_workspace_starts, microbatch.cu_seqlens)
+    options = (0.5, "reference", "bf16")
     results = torch.library.opcheck(
         ops.sparse_attention_backward,
-        (torch.randn_like(out), *saved, *layout, microbatch.cu_seqlens, microbatch.workspace_size, 0.5, "reference"),
+        (torch.randn_like(out), *saved, *layout, microbatch.cu_seqlens, microbatch.workspace_size, *options),
         **OPTIONS,
     )
     assert set(results.values()) == {"SUCCESS"}

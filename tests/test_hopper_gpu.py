@@ -22,7 +22,6 @@ from torch import Tensor
 from msa_vendored import compiling, kernels
 from msa_vendored.bench import check, workload
 from msa_vendored.hopper import csr, score, select
-from msa_vendored.reference import BackwardSchedule
 from msa_vendored.training import (
     Microbatch,
     ops,
@@ -175,19 +174,9 @@ def assert_same_index(block_ids: Tensor, batch: Microbatch, spare_rows: int) -> 
 def test_dq_with_float32_sums() -> None:
     """Guards the accumulation type against being dropped on the way, and the kernel behind it."""
     layer = make_layer([2177, 300])
-    batch = layer.microbatch
-    q, k, v = layer.inputs
-    out, lse, row_ptr, q_indices, items, work_count = launch_forward(layer, "sm90")
-    starts = batch.document_workspace_starts
-    schedule = BackwardSchedule(row_ptr, q_indices, items, work_count, batch.cu_seqlens, starts)
-    k_aligned, v_aligned = batch.to_workspace(k), batch.to_workspace(v)
-    dq, dk, dv = kernels(backend="sm90").run_backward(
-        q=q, k_aligned=k_aligned, v_aligned=v_aligned, grad_out=layer.grad_out, lse=lse, out=out, schedule=schedule,
-        dq_accumulation="fp32",
-    )  # fmt: skip
-    want = layer.to_float().run("reference")
-    assert_close([out, dq, batch.from_workspace(dk), batch.from_workspace(dv)], want)
-    assert relative_error(dq, want[1]) < EXACT_DQ_TOLERANCE
+    got, want = layer.run(dq_accumulation="fp32"), layer.to_float().run("reference")
+    assert_close(got, want)
+    assert relative_error(got[1], want[1]) < EXACT_DQ_TOLERANCE
 
 
 @pytest.mark.parametrize("topk", [4, 8, 16, 32])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from msa_vendored import MSABackwardSchedule, kernels, probes
+from msa_vendored.backward.accumulation import DQ_ACCUMULATIONS, DQ_DTYPES, DQAccumulation
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference import cases
 from msa_vendored.training import (
     ArgumentValueError,
     Microbatch,
-    NotDeterministicError,
     backends,
     ops,
     resolve_backend,
@@ -44,8 +45,8 @@ def make_case(lengths: list[int], *, model_shape: bool = False) -> Case:
     return Case(Microbatch.from_cu_seqlens(packed.cu_seqlens_q), (q, k, v), packed.grad_out, packed.q2k_indices)
 
 
-def differentiate(case: Case) -> tuple[Tensor, ...]:
-    out = sparse_attention(*case.inputs, case.block_ids, case.microbatch)
+def differentiate(case: Case, **options: Any) -> tuple[Tensor, ...]:
+    out = sparse_attention(*case.inputs, case.block_ids, case.microbatch, **options)
     return out.detach(), *torch.autograd.grad(out, case.inputs, case.grad_out)
 
 
@@ -145,6 +146,10 @@ def test_a_scale_that_is_not_finite_is_refused(backend: str) -> None:
         backends.require_supported(backend, q=torch.zeros(1, 1, 128, dtype=torch.bfloat16), softmax_scale=math.nan)
 
 
+OPTIONS_OF_KERNELS = {"deterministic", "dq_accumulation"}
+"""Keywords of ``run_backward`` that the reference does not have."""
+
+
 @pytest.fixture
 def sm100_in_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The SM100 path of the operators with the reference launchers behind it; returns run_backward's keywords."""
@@ -152,7 +157,9 @@ def sm100_in_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def run_backward(**keywords: Any) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(keywords)
+        calls.append(dict(keywords))
+        for option in OPTIONS_OF_KERNELS & set(keywords):
+            del keywords[option]
         return reference.run_backward(**keywords)
 
     monkeypatch.setattr(ops, "resolve_backend", lambda backend, device: "sm100")
@@ -173,18 +180,11 @@ def test_sm100_path_makes_the_calls_of_the_contract(sm100_in_name: list[dict[str
     assert all(torch.isfinite(tensor).all() for tensor in expected)
 
 
-def test_sm100_path_refuses_before_it_launches(sm100_in_name: list[dict[str, Any]], deterministic: Any) -> None:
-    """Guards the operator against losing one of its three checks."""
+def test_sm100_path_refuses_before_it_launches(sm100_in_name: list[dict[str, Any]]) -> None:
+    """Guards the operator against losing one of its two checks."""
     with pytest.raises(ArgumentValueError, match=r"the sm100 backend does not support this q\.dtype"):
         differentiate(make_case([5]))
     case = make_case([130, 3], model_shape=True)
-    out = sparse_attention(*case.inputs, case.block_ids, case.microbatch)
-    deterministic(True)
-    with pytest.raises(NotDeterministicError):
-        sparse_attention(*case.inputs, case.block_ids, case.microbatch)
-    with pytest.raises(NotDeterministicError):
-        out.sum().backward()
-    deterministic(False)
     case.block_ids[0, 0, :2] = 0
     with pytest.raises(RuntimeError, match="block_ids repeat a block"):
         sparse_attention(*case.inputs, case.block_ids, case.microbatch)
@@ -205,13 +205,66 @@ def test_reference_repeats_bitwise_under_deterministic_algorithms(deterministic:
         assert torch.equal(first, second)
 
 
-def test_kernels_refuse_deterministic_algorithms(deterministic: Any) -> None:
-    """Guards a run believed to be repeatable while dq is summed by atomics; SM90 has a backward that repeats."""
-    backends.require_determinism("sm100")
+@pytest.mark.parametrize("warn_only", [False, True])
+@pytest.mark.parametrize("backend", ["sm90", "sm100"])
+def test_deterministic_algorithms_are_asked_of_the_kernels(deterministic: Any, backend: str, warn_only: bool) -> None:
+    """Guards a run believed to be repeatable while the gradients are summed by atomics, and the cost without need."""
+    assert backends.backward_options(backend, "") == {}
+    deterministic(True, warn_only=warn_only)
+    assert backends.backward_options(backend, "") == {"deterministic": True}
+    assert backends.backward_options("reference", "fp32") == {}
+
+
+WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "eager": lambda attend: attend,
+    "checkpointed": lambda attend: lambda *inputs: checkpoint(attend, *inputs, use_reentrant=False),
+    "compiled": lambda attend: torch.compile(attend, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_backward_gets_the_options_of_the_call(
+    sm100_in_name: list[dict[str, Any]], deterministic: Any, way: str
+) -> None:
+    """Guards an option that is accepted and lost on its way through the operators, a recomputation or a graph."""
+    case = make_case([9], model_shape=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, case.block_ids, case.microbatch, dq_accumulation="fp32")
+
+    # PyTorch refuses a compiled backward under another flag than its forward's. Else the flag of the backward counts.
+    deterministic(way == "compiled")
+    out = WAYS[way](attend)(*case.inputs)
     deterministic(True)
-    backends.require_determinism("sm90")
-    with pytest.raises(NotDeterministicError, match="no deterministic sm100 kernels"):
-        backends.require_determinism("sm100")
-    deterministic(True, warn_only=True)
-    with pytest.warns(UserWarning, match="no deterministic sm100 kernels"):
-        backends.require_determinism("sm100")
+    torch.autograd.grad(out, case.inputs, case.grad_out)
+    (call,) = sm100_in_name
+    assert {name: call[name] for name in OPTIONS_OF_KERNELS} == {"dq_accumulation": "fp32", "deterministic": True}
+
+
+@pytest.mark.parametrize("name", ["", "bfloat16", torch.float32])
+def test_an_unknown_accumulation_is_refused(name: Any) -> None:
+    """Guards a misspelt option that would mean the default, or fail hours later in the first backward."""
+    case = make_case([5])
+    with pytest.raises(ArgumentValueError) as caught:
+        differentiate(case, dq_accumulation=name)
+    assert str(caught.value) == "\n".join(
+        [
+            "unknown accumulation of dq",
+            "  where:    argument dq_accumulation",
+            f"  expected: {' or '.join(map(repr, DQ_ACCUMULATIONS))}",
+            f"  got:      {name!r}",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", DQ_ACCUMULATIONS)
+def test_the_reference_sums_as_precisely_whatever_is_allowed(name: DQAccumulation) -> None:
+    """Guards a layer that trains on a GPU and cannot be tested on a CPU with the same arguments."""
+    case = make_case([129, 40])
+    for got, expected in zip(differentiate(case, dq_accumulation=name), differentiate(case), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_every_accumulation_has_a_type() -> None:
+    """Guards a name that is offered and means nothing."""
+    assert tuple(DQ_DTYPES) == DQ_ACCUMULATIONS

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from msa_vendored.backward.accumulation import require_dq_accumulation
 from msa_vendored.backward.checks import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -19,8 +20,6 @@ from msa_vendored.backward.checks import (
 from msa_vendored.backward.plan import HEAD_DIM, Sizes
 from msa_vendored.backward.schedule import MSABackwardSchedule, require_schedule, require_schedule_device
 from msa_vendored.backward.tasks import KEYS_PER_BLOCK, RATIOS
-
-DQ_ACCUMULATIONS = ("bf16", "fp32")
 
 
 def require_operands(schedule: object, dq_accumulation: object, operands: dict[str, torch.Tensor]) -> Sizes:
@@ -48,15 +47,9 @@ def require_operands(schedule: object, dq_accumulation: object, operands: dict[s
     assert isinstance(schedule, MSABackwardSchedule)  # noqa: S101 -- for the type checker
     require_schedule_device(schedule, q.device)
     require_shape("schedule.row_ptr", schedule.row_ptr, (k.shape[1], "rows + 1"))
-    if dq_accumulation not in DQ_ACCUMULATIONS:
-        raise ArgumentValueError(
-            "unknown accumulation of dq",
-            where="argument dq_accumulation",
-            expected=" or ".join(repr(name) for name in DQ_ACCUMULATIONS),
-            got=repr(dq_accumulation),
-        )
+    accumulation = require_dq_accumulation(dq_accumulation)
     rows, edges, work = schedule.row_ptr.shape[1] - 1, schedule.q_indices.shape[1], schedule.scheduler_metadata.shape[0]
-    return Sizes(q.shape[0], k.shape[0], q.shape[1], k.shape[1], rows, edges, work, str(dq_accumulation))
+    return Sizes(q.shape[0], k.shape[0], q.shape[1], k.shape[1], rows, edges, work, accumulation)
 
 
 def _require_heads(q: torch.Tensor, k: torch.Tensor) -> None:

@@ -11,10 +11,10 @@ SM100, SM103 and SM90 differ in the main kernel and in the order of the elements
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
+from msa_vendored.backward.accumulation import DQAccumulation
 from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
@@ -47,7 +47,7 @@ def run_backward(
     out: torch.Tensor,
     schedule: MSABackwardSchedule,
     softmax_scale: float | None = None,
-    dq_accumulation: Literal["bf16", "fp32"] = "bf16",
+    dq_accumulation: DQAccumulation = "bf16",
     deterministic: bool = False,
     check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from msa_vendored.backward import engine
+from msa_vendored.backward.accumulation import DQAccumulation
 from msa_vendored.backward.checks import require_tensor
 from msa_vendored.backward.schedule import MSABackwardSchedule
 from msa_vendored.backward.stages import describe_device, find_arch
@@ -25,7 +24,7 @@ def run_backward(
     out: torch.Tensor,
     schedule: MSABackwardSchedule,
     softmax_scale: float | None = None,
-    dq_accumulation: Literal["bf16", "fp32"] = "bf16",
+    dq_accumulation: DQAccumulation = "bf16",
     deterministic: bool = False,
     check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.tasks import (
     DESCRIPTOR_WORDS,
     choose_owned_window,
@@ -105,10 +106,10 @@ def plan_call(
     passes = tuple(_plan_pass(s, window, walk, multiprocessors) for walk in walks)
     capacity, slots = max(p.capacity for p in passes), queries_per_task(s.ratio)
     f32, i32 = torch.float32, torch.int32
-    dq_dtype = {"bf16": torch.bfloat16, "fp32": f32}[s.dq_accumulation]
     dkv_elements = 2 * s.workspace_rows * s.key_heads * HEAD_DIM
+    dq_elements = 0 if dq_in_place else s.tokens * s.query_heads * HEAD_DIM
     regions = [
-        Region("dq_sum", dq_dtype, (0 if dq_in_place else s.tokens * s.query_heads * HEAD_DIM,), zeroed=True),
+        Region("dq_sum", DQ_DTYPES[s.dq_accumulation], (dq_elements,), zeroed=True),
         Region("dkv_sum", f32, (dkv_elements,), zeroed=True),
         Region("error_word", i32, (1,), zeroed=True),
         Region("delta", f32, (s.tokens, s.query_heads)),

@@ -8,14 +8,13 @@ from functools import lru_cache
 
 import torch
 
+from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.pool_order import IN_PLACE, ROW_ORDER, SM90_DKV_ORDER, SM100_DKV_ORDER, head_group_order
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.errors import UnavailableError
 
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capability to what its kernels are compiled for; code for one of these runs on no other."""
-
-_SUM_BYTES = {"bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +238,7 @@ def _load_sm100(
             a.cu_seqlens, a.document_workspace_starts, a.dq_sum, a.dkv_sum, a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    dq_order = head_group_order(head_group(structure.ratio, _SUM_BYTES[dq_accumulation]))
+    dq_order = head_group_order(head_group(structure.ratio, DQ_DTYPES[dq_accumulation].itemsize))
     return main, {"dq_order": dq_order, "dkv_order": SM100_DKV_ORDER}
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from msa_vendored.training.backends import resolve_backend as resolve_backend
     from msa_vendored.training.errors import ArgumentTypeError as ArgumentTypeError
     from msa_vendored.training.errors import ArgumentValueError as ArgumentValueError
-    from msa_vendored.training.errors import NotDeterministicError as NotDeterministicError
     from msa_vendored.training.errors import SelectionBufferError as SelectionBufferError
     from msa_vendored.training.errors import StalePlanError as StalePlanError
     from msa_vendored.training.microbatch import Microbatch as Microbatch
@@ -22,7 +21,6 @@ _HOME = {
     "ArgumentValueError": "errors",
     "ArgumentTypeError": "errors",
     "Microbatch": "microbatch",
-    "NotDeterministicError": "errors",
     "SelectionBufferError": "errors",
     "StalePlanError": "errors",
     "resolve_backend": "backends",
@@ -37,7 +35,6 @@ __all__ = [  # noqa: RUF022 -- in the order in which a layer uses them; the erro
     "resolve_backend",
     "ArgumentValueError",
     "ArgumentTypeError",
-    "NotDeterministicError",
     "SelectionBufferError",
     "StalePlanError",
 ]

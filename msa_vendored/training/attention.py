@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from msa_vendored.backward.accumulation import DQAccumulation, require_dq_accumulation
 from msa_vendored.training import ops
 from msa_vendored.training.backends import HEAD_RATIOS, TOPK_CHOICES
 from msa_vendored.training.errors import ArgumentValueError, StalePlanError
@@ -23,6 +24,7 @@ def sparse_attention(
     softmax_scale: float | None = None,
     backend: str | None = None,
     check_selection: bool = True,
+    dq_accumulation: DQAccumulation | None = None,
 ) -> Tensor:
     """Causal attention of each query over the key blocks selected for it, within its document.
 
@@ -36,6 +38,9 @@ def sparse_attention(
     With a prefix (``T < Tk``) the queries are laid out among their document's keys first, so time and memory grow
     with Tk, as for T = Tk.
 
+    Under ``torch.use_deterministic_algorithms(True)`` the kernels take two passes over the gradients, every sum is made
+    by one CTA in a fixed order, and they repeat bit by bit. The flag is read when the backward runs.
+
     Under ``torch.utils.checkpoint`` (``use_reentrant=False``) recomputation uses the micro-batch that it is given;
     where that is not the one of the forward, backward raises :class:`StalePlanError`. Select blocks outside the
     checkpointed function if near-ties of scores must not be decided twice.
@@ -48,24 +53,27 @@ def sparse_attention(
         block_ids: ``[Hkv, T, topk]`` int32, document-local block ids, -1 after the last; topk is 4, 8, 16 or 32.
             The order of the ids means nothing; what :func:`select_blocks` returns.
         microbatch: the documents.
-        softmax_scale: factor of the logits; None is ``D ** -0.5``, and ``"sm100"`` takes no other.
+        softmax_scale: factor of the logits, any finite number; None is ``D ** -0.5``.
         backend: see :func:`msa_vendored.training.resolve_backend`; None uses the kernels on a GPU that has them.
         check_selection: kernels do not notice duplicates, ids outside the document and ids after a -1; True adds a
             device-side assertion against them, without synchronisation, and False trusts the caller. The reference
             always refuses them with a ValueError.
+        dq_accumulation: what the kernels of the backward sum dq in between key blocks, see ``run_backward``; None is
+            its default, ``"bf16"``. The reference sums in float32, float64 for float64 inputs, whatever this allows.
 
     Returns:
         ``[T, Hq, D]``, dtype and device of q, contiguous.
 
     Raises:
         StalePlanError: (a ValueError) token counts differ from the micro-batch's.
-        ArgumentValueError: (a ValueError) other shapes, dtypes, devices, ids, or nothing the backend is built for.
-        NotDeterministicError: (a NotImplementedError) deterministic algorithms are on, and the backend has none.
+        ArgumentValueError: (a ValueError) other shapes, dtypes, devices or ids, an unknown ``dq_accumulation``, or
+            nothing the backend is built for.
         UnavailableError: the backend cannot run here.
     """
     _require_shapes(q, k, v)
     _require_matching(q, k, v, block_ids)
     _require_tokens(q, k, block_ids, microbatch)
+    accumulation = "" if dq_accumulation is None else require_dq_accumulation(dq_accumulation)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     rows = microbatch.query_rows
     if rows is not None:
@@ -83,6 +91,7 @@ def sparse_attention(
         scale,
         backend or "",
         check_selection,
+        accumulation,
     )[0]
     return out if rows is None else out.index_select(0, rows)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from msa_vendored.errors import UnavailableError
-from msa_vendored.training.errors import ArgumentValueError, NotDeterministicError
+from msa_vendored.training.errors import ArgumentValueError
 
 if TYPE_CHECKING:
     from msa_vendored.bundle import MSAKernels
@@ -126,29 +125,23 @@ def require_supported(backend: str, *, q: Tensor, softmax_scale: float) -> None:
             )
 
 
-def require_determinism(backend: str) -> None:
-    """Refuse kernels that accumulate with atomics while deterministic algorithms are asked for.
+def backward_options(backend: str, dq_accumulation: str) -> dict[str, Any]:
+    """Keywords of ``run_backward`` beyond the contract that a call needs; none where the defaults are meant.
 
-    The reference consists of PyTorch operators, which follow ``torch.use_deterministic_algorithms`` themselves; SM90
-    has a backward that repeats bit by bit, at a cost, and takes it then. With ``warn_only`` this warns, as PyTorch's
-    operators do.
+    ``torch.use_deterministic_algorithms(True)``, with ``warn_only`` too, asks the kernels for the passes in which every
+    sum has one owner. The reference consists of PyTorch operators: those follow the flag themselves, and sum in float32
+    or float64 whatever ``dq_accumulation`` allows.
 
-    Raises:
-        NotDeterministicError: (a NotImplementedError) the backend has no deterministic kernels.
+    Args:
+        backend: a resolved name.
+        dq_accumulation: a name, or ``""`` for the launcher's default.
     """
-    if backend != "sm100" or not torch.are_deterministic_algorithms_enabled():
-        return
-    what = f"sparse_attention has no deterministic {backend} kernels: they accumulate dq, dk and dv with atomics"
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        warnings.warn(what, stacklevel=2)
-        return
-    raise NotDeterministicError(
-        what,
-        where=f"backend {backend!r}",
-        expected="torch.use_deterministic_algorithms(False) or warn_only=True",
-        got="deterministic algorithms enabled",
-        next_command='pass backend="reference", or switch deterministic algorithms off',
-    )
+    if backend == "reference":
+        return {}
+    options: dict[str, Any] = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+    if dq_accumulation:
+        options["dq_accumulation"] = dq_accumulation
+    return options
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from msa_vendored.errors import MSAVendoredError
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
-    "NotDeterministicError",
     "SelectionBufferError",
     "StalePlanError",
     "UnsupportedArgumentError",
@@ -25,10 +24,6 @@ class StalePlanError(ArgumentValueError):
     The usual cause is a micro-batch kept in a module attribute that a pipeline schedule has replaced before
     activation checkpointing recomputed the layer.
     """
-
-
-class NotDeterministicError(UnsupportedArgumentError):
-    """``torch.use_deterministic_algorithms(True)`` is on and the backend has no deterministic kernels."""
 
 
 class SelectionBufferError(MSAVendoredError, RuntimeError):

@@ -14,9 +14,9 @@ from torch import Tensor
 from msa_vendored.backward.checks import aligned_operand
 from msa_vendored.reference.backward import BackwardSchedule
 from msa_vendored.training.backends import (
+    backward_options,
     bind_kernels,
     on_device_of,
-    require_determinism,
     require_supported,
     resolve_backend,
 )
@@ -38,8 +38,11 @@ def launch_forward(
     softmax_scale: float,
     backend: str,
     check_selection: bool,
+    dq_accumulation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Index and forward launchers; see :func:`msa_vendored.training.sparse_attention` for the arguments.
+
+    ``backend`` and ``dq_accumulation`` are ``""`` where that has None; the latter is for the backward alone.
 
     Returns:
         out ``[T, Hq, D]``; lse ``[T, Hq]`` float32 (float64 for float64 inputs), natural log of the scaled logits'
@@ -49,7 +52,6 @@ def launch_forward(
     name = resolve_backend(backend or None, q.device)
     topk, key_heads = block_ids.shape[2], k.shape[1]
     require_supported(name, q=q, softmax_scale=softmax_scale)
-    require_determinism(name)
     bundle = bind_kernels(name)
     # The reference refuses unusable selections itself, and the index of SM90 notices them in passing.
     if check_selection and name == "sm100":
@@ -106,6 +108,7 @@ def _shape_forward(
     softmax_scale: float,
     backend: str,
     check_selection: bool,
+    dq_accumulation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     heads, rows = k.shape[1], csr_rows.shape[0]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -161,6 +164,7 @@ def launch_backward(
     workspace_size: int,
     softmax_scale: float,
     backend: str,
+    dq_accumulation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """K/V to the 128-aligned workspace, ``run_backward``, and dK/dV back to compact tokens.
 
@@ -175,7 +179,6 @@ def launch_backward(
     """
     _require_same_plan(cu_seqlens, planned_cu_seqlens)
     name = resolve_backend(backend or None, q.device)
-    require_determinism(name)
     bundle = bind_kernels(name)
     schedule = BackwardSchedule(
         row_ptr, q_indices, scheduler_metadata, work_count, cu_seqlens, document_workspace_starts
@@ -183,7 +186,6 @@ def launch_backward(
     with on_device_of(q):
         k_aligned = k.new_zeros((workspace_size, *k.shape[1:])).index_copy_(0, workspace_positions, k)
         v_aligned = v.new_zeros((workspace_size, *v.shape[1:])).index_copy_(0, workspace_positions, v)
-        deterministic = {"deterministic": torch.are_deterministic_algorithms_enabled()} if name == "sm90" else {}
         dq, dk_aligned, dv_aligned = bundle.run_backward(
             q=q,
             k_aligned=k_aligned,
@@ -193,7 +195,7 @@ def launch_backward(
             out=out,
             schedule=schedule,
             softmax_scale=softmax_scale,
-            **deterministic,
+            **backward_options(name, dq_accumulation),
         )
         dk = dk_aligned.index_select(0, workspace_positions)
         dv = dv_aligned.index_select(0, workspace_positions)
@@ -218,6 +220,7 @@ def _shape_backward(
     workspace_size: int,
     softmax_scale: float,
     backend: str,
+    dq_accumulation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -237,7 +240,7 @@ def _require_same_plan(cu_seqlens: Tensor, planned: Tensor) -> None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, _, cu_seqlens, workspace_positions, starts, csr_rows, _, scale, backend, _ = inputs
+    q, k, v, _, cu_seqlens, workspace_positions, starts, csr_rows, _, scale, backend, _, dq_accumulation = inputs
     out, lse, row_ptr, q_indices, metadata, work_count = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, row_ptr, q_indices, metadata, work_count)
@@ -249,6 +252,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.workspace_size = csr_rows.shape[0] * BLOCK_SIZE
     ctx.softmax_scale = scale
     ctx.backend = backend
+    ctx.dq_accumulation = dq_accumulation
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
@@ -257,9 +261,15 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: None) -> tuple[Tensor 
         grads: tuple[Tensor, ...] = tuple(torch.zeros_like(tensor) for tensor in saved[:3])
     else:
         grads = sparse_attention_backward(
-            grad_out, *saved, ctx.planned_cu_seqlens, ctx.workspace_size, ctx.softmax_scale, ctx.backend
+            grad_out,
+            *saved,
+            ctx.planned_cu_seqlens,
+            ctx.workspace_size,
+            ctx.softmax_scale,
+            ctx.backend,
+            ctx.dq_accumulation,
         )
-    return (*grads, *([None] * 9))  # autograd drops those that are not needed; all three come out of one launch
+    return (*grads, *([None] * 10))  # autograd drops those that are not needed; all three come out of one launch
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> tuple[None, ...]:

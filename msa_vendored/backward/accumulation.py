@@ -1,0 +1,32 @@
+"""In what dQ is summed between key blocks: the names that users give and what they stand for, nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from msa_vendored.backward.checks import ArgumentValueError
+
+DQAccumulation = Literal["bf16", "fp32"]
+
+DQ_ACCUMULATIONS: tuple[str, ...] = get_args(DQAccumulation)
+
+DQ_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Element type of the sums."""
+
+
+def require_dq_accumulation(name: object) -> str:
+    """The name itself.
+
+    Raises:
+        ArgumentValueError: (a ValueError) it is not one of :data:`DQ_ACCUMULATIONS`.
+    """
+    if name not in DQ_ACCUMULATIONS:
+        raise ArgumentValueError(
+            "unknown accumulation of dq",
+            where="argument dq_accumulation",
+            expected=" or ".join(repr(known) for known in DQ_ACCUMULATIONS),
+            got=repr(name),
+        )
+    return str(name)
