@@ -17,7 +17,7 @@ from msa_vendored.__main__ import main
 from msa_vendored.backward.documents import BLOCK_SIZE
 from msa_vendored.bench import check, cli, peers, plots, report, runner, workload
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
-from msa_vendored.bench.implementations import Peer, Prepared, list_implementations
+from msa_vendored.bench.implementations import OURS, Peer, Prepared, list_implementations
 from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
 from msa_vendored.bench.timing import Timing
@@ -170,14 +170,18 @@ def make_report() -> runner.Report:
     return runner.Report(environment, 800.0, 4.3, tuple(rows))
 
 
-def test_dense_attention_runs_a_case_once() -> None:
-    """Guards half a run that measures the same again, and a sparse peer that is left out with it."""
+@pytest.mark.parametrize(
+    ("name", "dense", "every", "skipped"),
+    [("x", True, False, 1), ("x", True, True, 1), ("x", False, False, 1), ("x", False, True, 0),
+     (OURS, False, False, 0)],
+)  # fmt: skip
+def test_peers_run_a_case_once(name: str, dense: bool, every: bool, skipped: int) -> None:
+    """Guards half a run that measures the same again, and a second selection that is left out where it matters."""
     cases = [Case("a", (512,)), Case("b", (256, 256)), Case("a", (512,), "mixed"), Case("c", (640,), "mixed")]
-    dense, sparse = (Peer("x", kind, "torch", broken) for kind in (True, False))
-    skipped = [case for case in cases if runner.find_repetition(case, dense, cases)]
-    assert skipped == [cases[2]]
-    assert "see random" in str(runner.find_repetition(cases[2], dense, cases))
-    assert not any(runner.find_repetition(case, sparse, cases) for case in cases)
+    peer = Peer(name, dense, "torch", broken)
+    reasons = [runner.find_repetition(case, peer, cases, every=every) for case in cases]
+    assert [index for index, reason in enumerate(reasons) if reason] == [2][:skipped]
+    assert not skipped or "see random" in str(reasons[2])
 
 
 def test_the_table_shows_ratios_failures_and_absences() -> None:

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of the benchmark; imports nothing heavy."""
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="token counts, comma-separated")
     parser.add_argument("--selections", type=_names, default=("random", "mixed"), help="random,mixed")
+    parser.add_argument("--every-selection", action="store_true", help="for sparse peers too, not only the first")
     parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
     parser.add_argument("--skip", type=_names, default=(), help="leave out those whose names contain one of these")
     parser.add_argument("--packs", type=Path, help="file of packs instead of drawn ones: case_id and cu_seqlens a line")
@@ -75,7 +76,12 @@ def measure(options: argparse.Namespace) -> Report:
     cases = list_cases(options)
     chosen = choose_implementations(options.only, options.skip)
     settings = runner.Settings(
-        options.iterations, options.operand_sets, options.seed, not options.no_check, options.seconds
+        options.iterations,
+        options.operand_sets,
+        options.seed,
+        not options.no_check,
+        options.seconds,
+        options.every_selection,
     )
     found = runner.Report(runner.describe_environment(), 0.0, 0.0, ())  # refuses a host without a GPU before the bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

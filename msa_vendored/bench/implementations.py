@@ -12,6 +12,10 @@ from msa_vendored.bench.errors import PeerMissingError
 from msa_vendored.bench.workload import Case, Operands
 
 
+OURS = "msa_vendored"
+"""Name of our launchers."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """An implementation bound to one set of operands, compiled and ready.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from msa_vendored.bench.implementations import OURS
 from msa_vendored.bench.report import MAIN_PARTS, describe_run, format_median
 from msa_vendored.bench.runner import Report, Row
 
@@ -38,15 +39,15 @@ def format_launchers(rows: Sequence[Row], *, transposed: bool = False) -> str:
 
 def format_others(rows: Sequence[Row]) -> str:
     """Our index, selection and autograd, by cases."""
-    parts = [row.part for row in rows if row.timing and row.implementation == "msa_vendored"]
+    parts = [row.part for row in rows if row.timing and row.implementation == OURS]
     others = [part for part in dict.fromkeys(parts) if part not in MAIN_PARTS]
     heads = name_cases(list_cases(rows))
     lines = []
     for case, head in heads.items():
-        times = _times(find_rows(rows, "msa_vendored", case))
+        times = _times(find_rows(rows, OURS, case))
         if any(part in times for part in others):
             lines.append([head, *(times.get(part, "") for part in others)])
-    return _table(["msa_vendored, ms", *others], lines) if others else ""
+    return _table([f"{OURS}, ms", *others], lines) if others else ""
 
 
 def list_cases(rows: Iterable[Row]) -> list[CaseKey]:
