@@ -204,6 +204,9 @@ def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
         runner.Row("p", selection, 9, 3, "msa_vendored", False, "forward", Timing(2.0, 2.0, 2.0, 20), status=status)
         for selection, status in (("random", "ok"), ("random", "wrong"), ("mixed", "ok"))
     ]
+    alone = replace(packs[0], case="pack 1: 1 document, 9 tokens", documents=1)
+    assert plots.select_packs([alone], "forward") == [alone]
+    assert plots.select_rows([alone], "forward") == []
     assert plots.select_packs(packs, "forward") == packs[:1]
     plots.save_plots(replace(found, rows=(*found.rows, *packs)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
