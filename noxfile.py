@@ -156,7 +156,7 @@ def run_emulator_module(session: nox.Session, module: str, default: str) -> None
     install_test_environment(session)
     install_group(session, "second-opinion", "--no-deps")
     install_wheel(session)
-    env = {**SAFE_PATH, "PYTHONPATH": "tests"}
+    env = {**SAFE_PATH, "PYTHONPATH": str(Path("tests").resolve())}
     session.run("python", "-m", f"ptx_emulator.{module}", *(session.posargs or [default]), env=env)
 
 
