@@ -52,7 +52,8 @@ def install_wheel(session: nox.Session) -> None:
     """Build the wheel of this checkout and install it; a warm build takes two seconds, a stale wheel hides errors."""
     folder = Path(session.create_tmp()) / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    session.run("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
+    # run_install: also with --install-only, else there would be nothing to install.
+    session.run_install("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
     (wheel,) = folder.glob("*.whl")
     session.install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
 
