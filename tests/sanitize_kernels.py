@@ -1,4 +1,4 @@
-"""Runs every SM90 kernel under NVIDIA's compute-sanitizer: ``PYTHONPATH=.:tests python -m sanitize_kernels``.
+"""Runs every SM90 kernel under NVIDIA's compute-sanitizer: ``nox -s sanitize``, or ``python -m sanitize_kernels``.
 
 First the cases run without it: their results must agree with the reference, they must launch every ``@cute.kernel`` of
 the SM90 launchers, and what they compile is kept on disk, since the sanitizer would slow the compiler down too. Then

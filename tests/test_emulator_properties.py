@@ -161,3 +161,23 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     objects = [f"{source.stem}.o" for source in build.CORE.glob("*.cpp")]
     assert sorted(log.read_text("utf-8").split()) == sorted([*objects, "libemulator.so"])
     assert {path.name for path in Path(outputs[0][0].strip()).parent.iterdir()} == {"lock", "libemulator.so"}
+
+
+FIND_LAUNCH = """
+import ctypes, sys
+from ptx_emulator.bindings import library, replace_cuda
+library()
+everywhere = ctypes.CDLL(None)
+found = [hasattr(everywhere, "_cudaLaunchKernelEx")]
+replace_cuda()
+print(*found, hasattr(everywhere, "_cudaLaunchKernelEx"), hasattr(library(), "_cudaLaunchKernelEx"))
+"""
+
+
+def test_cuda_is_replaced_only_where_it_is_asked_for() -> None:
+    """Kernels of a card that the emulator launches instead, because PTX was emulated in the same process before."""
+    tests = Path(__file__).resolve().parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", FIND_LAUNCH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.stdout == "False True True\n", done.stderr
