@@ -4,8 +4,8 @@ A task is ``128 // ratio`` queries of one kv head (128 folded rows, row n = slot
 block of 128 keys. A run of tasks of one key block is a *segment*: its K and V stay in shared memory, its dK and dV in
 registers.
 
-Threads: three warpgroups. Warpgroup 0 produces: warp 0 loads K, V and the rows of Q and dO by TMA, warp 1 the row
-statistics. Warpgroups 1 and 2 consume; each owns 64 of the 128 keys. With K_w, V_w their 64 rows and, for each half h
+Threads: three warpgroups. Warpgroup 0 produces: warp 0 loads K, V and the rows of Q and dO by TMA, warp 1 the places
+of tasks, warp 2 the row statistics. Warpgroups 1 and 2 consume; each owns 64 of the 128 keys. With K_w, V_w their 64 rows and, for each half h
 of the folded rows, Q_h, dO_h the 64 rows of the half::
 
     S^T = K_w Q_h^T             P^T = exp2(S^T * scale * log2(e) - lse * log2(e)), 0 where masked
@@ -136,6 +136,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         mmas = (
             self._mma(HALF, warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K),
             self._mma(HEAD_DIM, warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN),
+            self._mma(HEAD_DIM, warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN),
             self._mma(HEAD_DIM, warpgroup.OperandSource.SMEM, OperandMajorMode.MN, OperandMajorMode.MN),
         )
         self.kernel(
@@ -204,7 +205,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 2)
                     cute.arch.mbarrier_init(shared.empty.data_ptr() + stage, CONSUMERS // 32)
                 cute.arch.mbarrier_init(shared.kv_full.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.kv_empty.data_ptr(), CONSUMERS // 32)
@@ -218,10 +219,11 @@ class MainBackwardSm90(LoadSm90, AddSm90):
                     descriptor,
                 )  # fmt: skip
             if warp == 1:
-                self.load_statistics(
-                    shared, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts,
-                    descriptor, softmax_scale,
-                )  # fmt: skip
+                self.load_places(
+                    shared, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts, descriptor
+                )
+            if warp == 2:
+                self.load_statistics(shared, lse, delta, task_meta, task_qrows, descriptor, softmax_scale)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
@@ -244,7 +246,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         """Warpgroups 1 and 2: everything but the loads."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
-        mma_s, mma_kv, mma_q = mmas
+        _, mma_kv, _, mma_q = mmas
         dk = cute.make_rmem_tensor(mma_kv.partition_shape_C((HALF, HEAD_DIM)), Float32)
         dv = cute.make_rmem_tensor(mma_kv.partition_shape_C((HALF, HEAD_DIM)), Float32)
         dk.fill(0.0)
@@ -265,11 +267,9 @@ class MainBackwardSm90(LoadSm90, AddSm90):
                         self.clean_keys(shared, info[3], thread, group)
                     segment += 1
                 cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
-                for half in cutlass.range_constexpr(2):
-                    self.process_half(
-                        shared, mma_s, mma_kv, dk, dv, info, task_qrows, flags, last_flags, half, stage, thread, group,
-                        softmax_scale,
-                    )  # fmt: skip
+                self.process_task(
+                    shared, mmas[:3], dk, dv, info, task_qrows, flags, last_flags, stage, thread, group, softmax_scale,
+                )  # fmt: skip
                 self.add_dq(shared, mma_q, dq_atom, s_dq, g_dq, info, task_qrows, flags, stage, thread, group)
                 if cutlass.const_expr(self.wants_dkv) and flags & LAST:
                     place = info[1] * dk_sum.shape[1] + info[0]
@@ -302,89 +302,106 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         return cute.make_tensor(base, cute.make_layout((rows, columns), stride=(row_stride, column_stride)))
 
     @cute.jit
-    def process_half(
+    def process_task(
         self,
         shared: Any,
-        mma_s: Any,
-        mma_kv: Any,
+        mmas: Any,
         dk: cute.Tensor,
         dv: cute.Tensor,
         info: cute.Tensor,
         task_qrows: cute.Tensor,
         flags: Int32,
         last_flags: Int32,
-        half: cutlass.Constexpr,
         stage: Int32,
         thread: Int32,
         group: Int32,
         softmax_scale: Float32,
     ) -> None:
-        """S, dP, P, dS of 64 folded rows against 64 keys; adds to dV and dK, leaves dS in shared memory."""
+        """S, dP, P, dS of 128 folded rows against 64 keys; adds to dV and dK, leaves dS in shared memory.
+
+        dV and dK of half 0 run on the tensor cores beside the softmax of half 1, so dK takes that dS from shared memory:
+        16 registers fewer.
+        """
+        mma_s, mma_kv, mma_dk = mmas
         keys = cute.make_layout((HALF, (64, 2)), stride=(64, (1, KEYS * 64)))
         s_k = cute.make_tensor(swizzled(shared.k.data_ptr() + group * (HALF * 64)), keys)
         s_v = cute.make_tensor(swizzled(shared.v.data_ptr() + group * (HALF * 64)), keys)
-        thr_s, thr_kv = mma_s.get_slice(thread), mma_kv.get_slice(thread)
-        q_rows = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=False)
-        do_rows = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=False)
-        q_columns = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=True)
-        do_columns = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=True)
-        s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
-        dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+        s_ds = cute.make_tensor(
+            swizzled(shared.ds.data_ptr() + group * (HALF * 64)), cute.make_layout((HALF, HALF), stride=(64, 1))
+        )
+        thr_s, thr_kv, thr_dk = mma_s.get_slice(thread), mma_kv.get_slice(thread), mma_dk.get_slice(thread)
         a_shape = mma_kv.partition_shape_A((HALF, HALF))
-        p_half = cute.make_rmem_tensor(a_shape, BFloat16)
-        ds_half = cute.make_rmem_tensor(a_shape, BFloat16)
-        p_words, ds_words = cute.recast_tensor(p_half, Int32), cute.recast_tensor(ds_half, Int32)
-
-        warpgroup.fence()
-        multiply(mma_s, s, mma_s.make_fragment_A(thr_s.partition_A(s_k)),
-                 mma_s.make_fragment_B(thr_s.partition_B(q_rows)), accumulate=False)  # fmt: skip
-        warpgroup.commit_group()
-        # dK of the half before is done, its operand's registers are free for dP.
-        warpgroup.wait_group(1)
-        multiply(mma_s, dp, mma_s.make_fragment_A(thr_s.partition_A(s_v)),
-                 mma_s.make_fragment_B(thr_s.partition_B(do_rows)), accumulate=False)  # fmt: skip
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
-        statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
         scale_log2 = softmax_scale * LOG2_E
         pair = cute.make_rmem_tensor((2,), Float32)
-        for group8 in cutlass.range_constexpr(8):
-            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
-            for i in cutlass.range_constexpr(4):
-                s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
-        # A branch here keeps the exponentials before the wait for dP: ptxas does not move them across it.
-        if flags & MASKED:
-            self.hide_keys(s, info, task_qrows, half, thread, group)
-        warpgroup.wait_group(0)
-        for group8 in cutlass.range_constexpr(8):
-            cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
-            for i in cutlass.range_constexpr(2):
-                at = group8 * 4 + 2 * i
-                low = s[at] * fma(dp[at], softmax_scale, -pair[0])
-                high = s[at + 1] * fma(dp[at + 1], softmax_scale, -pair[1])
-                p_words[group8 * 2 + i] = pack_bf16(s[at], s[at + 1])
-                ds_words[group8 * 2 + i] = pack_bf16(low, high)
-        if cutlass.const_expr(half == 0):
-            self.free_ds(shared, last_flags, stage, group)
-        if group != half:
-            cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
-        elif cutlass.const_expr(half == 0):
-            cute.arch.barrier(barrier_id=6, number_of_threads=WARPGROUP)
-        else:
-            cute.arch.barrier(barrier_id=7, number_of_threads=WARPGROUP)
-        if cutlass.const_expr(self.wants_dq):
+        operands = []
+        for half in cutlass.range_constexpr(2):
+            q_rows = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=False)
+            do_rows = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=False)
+            s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+            dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
+            warpgroup.fence()
+            multiply(mma_s, s, mma_s.make_fragment_A(thr_s.partition_A(s_k)),
+                     mma_s.make_fragment_B(thr_s.partition_B(q_rows)), accumulate=False)  # fmt: skip
+            warpgroup.commit_group()
+            multiply(mma_s, dp, mma_s.make_fragment_A(thr_s.partition_A(s_v)),
+                     mma_s.make_fragment_B(thr_s.partition_B(do_rows)), accumulate=False)  # fmt: skip
+            warpgroup.commit_group()
+            if cutlass.const_expr(half == 1):
+                if cutlass.const_expr(self.wants_dkv):
+                    q_columns = self.rows_tensor(shared.q.data_ptr(), 0, stage, columns_first=True)
+                    do_columns = self.rows_tensor(shared.do.data_ptr(), 0, stage, columns_first=True)
+                    multiply(mma_kv, dv, operands[0][0], mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)),
+                             accumulate=True)  # fmt: skip
+                    multiply(mma_dk, dk, mma_dk.make_fragment_A(thr_dk.partition_A(s_ds)),
+                             mma_dk.make_fragment_B(thr_dk.partition_B(q_columns)), accumulate=True)  # fmt: skip
+                warpgroup.commit_group()
+            warpgroup.wait_group(1 + half)
+            base = shared.statistics.data_ptr() + stage * (2 * ROWS) + half * HALF
+            statistics = cute.make_tensor(base, cute.make_layout((2, HALF // 2, 2), stride=(1, 2, ROWS)))
+            for group8 in cutlass.range_constexpr(8):
+                cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 0], pair)
+                for i in cutlass.range_constexpr(4):
+                    s[group8 * 4 + i] = exp2_approx(fma(s[group8 * 4 + i], scale_log2, -pair[i % 2]))
+            # A branch here keeps the exponentials before the wait for dP: ptxas does not move them across it.
+            if flags & MASKED:
+                self.hide_keys(s, info, task_qrows, half, thread, group)
+            warpgroup.wait_group(half)
+            p_half = cute.make_rmem_tensor(a_shape, BFloat16)
+            ds_half = cute.make_rmem_tensor(a_shape, BFloat16)
+            p_words, ds_words = cute.recast_tensor(p_half, Int32), cute.recast_tensor(ds_half, Int32)
+            operands.append((p_half, ds_half))
+            for group8 in cutlass.range_constexpr(8):
+                cute.autovec_copy(statistics[None, group8 * 4 + thread % 4, 1], pair)
+                for i in cutlass.range_constexpr(2):
+                    at = group8 * 4 + 2 * i
+                    low = s[at] * fma(dp[at], softmax_scale, -pair[0])
+                    high = s[at + 1] * fma(dp[at + 1], softmax_scale, -pair[1])
+                    p_words[group8 * 2 + i] = pack_bf16(s[at], s[at + 1])
+                    ds_words[group8 * 2 + i] = pack_bf16(low, high)
+            if cutlass.const_expr(half == 0):
+                self.free_ds(shared, last_flags, stage, group)
+            if group != half:
+                cute.arch.barrier(barrier_id=BARRIER_DS + 2 + half, number_of_threads=CONSUMERS)
+            else:
+                cute.arch.barrier(barrier_id=BARRIER_DS + 5 + group, number_of_threads=WARPGROUP)
             self.store_ds(shared, ds_words, half, thread, group)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if group != half:
-            cute.arch.barrier_arrive(barrier_id=BARRIER_DS + half, number_of_threads=CONSUMERS)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(half == 0):
+                cute.arch.barrier(barrier_id=BARRIER_DS + 5 + group, number_of_threads=WARPGROUP)
+            elif group == 0:
+                cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 1, number_of_threads=CONSUMERS)
         warpgroup.fence()
         if cutlass.const_expr(self.wants_dkv):
+            q_columns = self.rows_tensor(shared.q.data_ptr(), 1, stage, columns_first=True)
+            do_columns = self.rows_tensor(shared.do.data_ptr(), 1, stage, columns_first=True)
+            p_half, ds_half = operands[1]
             multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
             multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
-        if cutlass.const_expr(half == 0):
-            warpgroup.wait_group(0)
+        # dK of half 0 has read its dS, over which warpgroup 1 writes dQ.
+        warpgroup.wait_group(1)
+        if group == 1:
+            cute.arch.barrier_arrive(barrier_id=BARRIER_DS, number_of_threads=CONSUMERS)
 
     @cute.jit
     def hide_keys(

@@ -10,8 +10,8 @@ STAGES = 2
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 CONSUMERS = 2 * WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
 TILE_BYTES = ROWS * HEAD_DIM * 2
 PLACE = 8
 """Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the

@@ -118,20 +118,17 @@ class LoadSm90(StructureSm90):
         return s, g[None, 0, None, 0, None]
 
     @cute.jit
-    def load_statistics(
+    def load_places(
         self,
         shared: Any,
-        lse: cute.Tensor,
-        delta: cute.Tensor,
         task_meta: cute.Tensor,
         task_qrows: cute.Tensor,
         task_qpos: cute.Tensor,
         cu_seqlens: cute.Tensor,
         document_workspace_starts: cute.Tensor,
         descriptor: cute.Tensor,
-        softmax_scale: Float32,
     ) -> None:
-        """Warp 1: per folded row (lse * log2(e), delta * scale), per task its place, flags and key limits."""
+        """Warp 1: per task its place, flags and key limits."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         last_head, last_block = Int32(-1), Int32(-1)
@@ -157,7 +154,6 @@ class LoadSm90(StructureSm90):
                 distance = task_qpos[task, 0] - task_qrows[task, 0] - block * KEYS
                 if self.load_token_rows(info, task_qrows, task, distance, lane):
                     flags = flags | MASKED
-                self.load_rows(shared, lse, delta, task_qrows, task, head, stage, lane, softmax_scale)
                 if lane == 0:
                     info[0] = head
                     info[1] = block
@@ -165,6 +161,31 @@ class LoadSm90(StructureSm90):
                     info[3] = cutlass.min(keys, KEYS)
                     info[4] = task
                     info[5] = distance
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
+                count += 1
+
+    @cute.jit
+    def load_statistics(
+        self,
+        shared: Any,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        descriptor: cute.Tensor,
+        softmax_scale: Float32,
+    ) -> None:
+        """Warp 2: per folded row (lse * log2(e), delta * scale)."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
+            begin, end = self.chunk_interval(chunk, descriptor)
+            for task in cutlass.range(begin, end, 1, unroll=1):
+                stage, phase = count % STAGES, (count // STAGES) % 2
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
+                self.load_rows(shared, lse, delta, task_qrows, task, task_meta[task, 1], stage, lane, softmax_scale)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
