@@ -8,11 +8,11 @@ import torch
 
 from msa_vendored.backward.checks import ArgumentValueError
 
-DQAccumulation = Literal["bf16", "fp32"]
+DQAccumulation = Literal["bf16", "fp16", "fp32"]
 
 DQ_ACCUMULATIONS: tuple[str, ...] = get_args(DQAccumulation)
 
-DQ_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DQ_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Element type of the sums."""
 
 

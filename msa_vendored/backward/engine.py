@@ -18,6 +18,7 @@ from msa_vendored.backward.accumulation import DQAccumulation
 from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
+from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.plan import Sizes, plan_call
 from msa_vendored.backward.schedule import MSABackwardSchedule, aligned_schedule
 from msa_vendored.backward.stages import (
@@ -155,10 +156,15 @@ def launch(
     plan = plan_call(sizes, stages.walk.window, walks, multiprocessors, dq_in_place=in_place)
     parts = plan.workspace.allocate(q.device)
     dq, dkv = torch.zeros_like(q) if in_place else torch.empty_like(q), q.new_empty((2, *k.shape))
-    dq_sum = dq.view(-1) if in_place else parts["dq_sum"]
+    dq_sum = dq.view(DQ_DTYPES[sizes.dq_accumulation]).view(-1) if in_place else parts["dq_sum"]
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
-    stages.delta(out, grad_out, parts["delta"])
+    scale: tuple[torch.Tensor, ...] = ()
+    if stages.key_maxima is not None:
+        scale = parts["norms"], parts["key_maxima"]
+        items = schedule.scheduler_metadata, schedule.work_count
+        stages.key_maxima(k, v, *items, *documents, parts["key_maxima"].view(torch.int32))
+    stages.delta(out, grad_out, parts["delta"], *scale[:1])
     for run, how in zip(stages.passes, plan.passes, strict=True):
         grid = grid_bound(how.chunks, multiprocessors)
         run.build_tasks(
@@ -169,10 +175,11 @@ def launch(
         stages.main(
             MainArguments(
                 q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], dq_sum,
-                parts["dkv_sum"], softmax_scale, grid, GRADIENTS[run.walk],
+                parts["dkv_sum"], softmax_scale, grid, GRADIENTS[run.walk], scale,
             )
         )  # fmt: skip
-    stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
+    undo = (*scale, softmax_scale) if scale else ()
+    stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word, *undo)
     error.enqueue_copy()
     return dq, dkv[0], dkv[1]
 

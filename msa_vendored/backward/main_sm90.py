@@ -5,7 +5,8 @@ block of 128 keys. A run of tasks of one key block is a *segment*: its K and V s
 registers.
 
 Threads: three warpgroups. Warpgroup 0 produces: warp 0 loads K, V and the rows of Q and dO by TMA, warp 1 the places
-of tasks, warp 2 the row statistics. Warpgroups 1 and 2 consume; each owns 64 of the 128 keys. With K_w, V_w their 64 rows and, for each half h
+of tasks, warps 2 and 3 the row
+statistics. Warpgroups 1 and 2 consume; each owns 64 of the 128 keys. With K_w, V_w their 64 rows and, for each half h
 of the folded rows, Q_h, dO_h the 64 rows of the half::
 
     S^T = K_w Q_h^T             P^T = exp2(S^T * scale * log2(e) - lse * log2(e)), 0 where masked
@@ -24,9 +25,11 @@ Call of the compiled function (:func:`compile_main`), all tensors on one device,
 - q, grad_out: bf16 ``[T, Hkv * ratio, 128]``; k, v: bf16 ``[W, Hkv, 128]``; lse (natural log), delta: fp32
   ``[T, Hkv * ratio]``; tables, ``descriptor`` int32 as :mod:`msa_vendored.backward.tasks` defines them;
   ``cu_seqlens`` int32 ``[documents + 1]``; ``document_workspace_starts`` int32 ``[documents]``.
-- dq_sum: bf16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller. In bf16 it is dQ and needs no postprocess.
+- dq_sum: bf16, fp16 or fp32 ``[T, Hkv * ratio, 128]``, zeroed by the caller. In bf16 it is dQ and needs no postprocess.
 - dk_sum, dv_sum: fp32 ``[W // 128, Hkv, 128 * 128]``, zeroed by the caller, in the order of
   :func:`msa_vendored.backward.sm90_layout.dkv_sum_index`.
+- with fp16 sums two more tensors follow: norms fp32 ``[T, Hkv * ratio]`` and key_maxima fp32 ``[Hkv, 2]``, from which
+  :mod:`msa_vendored.backward.dq_scale` makes the power of two by which each row of ``dq_sum`` is scaled.
 - softmax_scale: float32. grid: int32, CTAs to launch; one fits on a multiprocessor.
 
 The stream is that of the TVM FFI environment (torch's current stream).
@@ -37,10 +40,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from msa_vendored.backward.sm90_add import AddSm90
+from msa_vendored.backward.sm90_add import SUM_DTYPES, AddSm90
 from msa_vendored.backward.sm90_layout import (
     BARRIER_DS,
     CONSUMER_REGISTERS,
@@ -75,7 +78,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
-        dq_accumulation: ``"bf16"`` or ``"fp32"``.
+        dq_accumulation: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         gradients: ``"all"``, ``"dkv"``, or ``"dq"``, which then adds to a token in the order of its tasks.
     """
 
@@ -116,7 +119,55 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         grid: Int32,
         stream: Any,
     ) -> None:
+        """One launch with sums in bf16 or fp32."""
+        self.launch(
+            (
+                q, k, v, grad_out, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens,
+                document_workspace_starts, descriptor, dq_sum, dk_sum, dv_sum,
+            ),
+            None, softmax_scale, grid, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def scaled(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        grad_out: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        task_qpos: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        document_workspace_starts: cute.Tensor,
+        descriptor: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
+        dv_sum: cute.Tensor,
+        norms: cute.Tensor,
+        key_maxima: cute.Tensor,
+        softmax_scale: Float32,
+        grid: Int32,
+        stream: Any,
+    ) -> None:
+        """One launch with sums in fp16."""
+        self.launch(
+            (
+                q, k, v, grad_out, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens,
+                document_workspace_starts, descriptor, dq_sum, dk_sum, dv_sum,
+            ),
+            (norms, key_maxima), softmax_scale, grid, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(self, tensors: Any, bounds: Any, softmax_scale: Float32, grid: Int32, stream: Any) -> None:
         """Host side: tensor maps and launch."""
+        (
+            q, k, v, grad_out, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts,
+            descriptor, dq_sum, dk_sum, dv_sum,
+        ) = tensors  # fmt: skip
         row_shape = (64, self.ratio, 2 if self.wide else 1, 1)
         rows = [self._split_columns(tensor) for tensor in (q, grad_out)]
         (q_atom, q_map), (do_atom, do_map) = [self._tma(t, self._token_box(), row_shape) for t in rows]
@@ -142,7 +193,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         self.kernel(
             q_atom, q_map, do_atom, do_map, k_atom, k_map, v_atom, v_map, dq_atom, dq_map, mmas,
             lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts, descriptor,
-            dk_sum, dv_sum, softmax_scale,
+            dk_sum, dv_sum, bounds, softmax_scale,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     def _split_columns(self, tensor: cute.Tensor, width: int = 64) -> cute.Tensor:
@@ -154,6 +205,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
 
     def _storage(self) -> Any:
         info_words, stages = self.info_words * STAGES, STAGES
+        exponent_bytes = ROWS * STAGES if self.scaled_sum else 0
 
         @cute.struct
         class Storage:
@@ -164,6 +216,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             ds: cute.struct.Align[cute.struct.MemRange[BFloat16, KEYS * ROWS], 1024]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, stages * ROWS * 2], 16]
             info: cute.struct.Align[cute.struct.MemRange[Int32, info_words], 16]
+            exponents: cute.struct.MemRange[Uint8, exponent_bytes]
             full: cute.struct.MemRange[Int64, stages]
             ready: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
@@ -196,6 +249,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         descriptor: cute.Tensor,
         dk_sum: cute.Tensor,
         dv_sum: cute.Tensor,
+        bounds: Any,
         softmax_scale: Float32,
     ) -> None:
         """Device side: initialise barriers, then one role per warp."""
@@ -205,7 +259,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 2)
+                    cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 3)
                     cute.arch.mbarrier_init(shared.empty.data_ptr() + stage, CONSUMERS // 32)
                 cute.arch.mbarrier_init(shared.kv_full.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.kv_empty.data_ptr(), CONSUMERS // 32)
@@ -222,8 +276,10 @@ class MainBackwardSm90(LoadSm90, AddSm90):
                 self.load_places(
                     shared, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts, descriptor
                 )
-            if warp == 2:
-                self.load_statistics(shared, lse, delta, task_meta, task_qrows, descriptor, softmax_scale)
+            if warp > 1:
+                self.load_statistics(
+                    shared, lse, delta, task_meta, task_qrows, descriptor, bounds, softmax_scale, warp - 2
+                )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
@@ -445,7 +501,7 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
         return fake(dtype, shape, stride_order=order, assumed_align=16)
 
     slots = ROWS // ratio
-    sums = BFloat16 if dq_accumulation == "bf16" else Float32
+    sums = SUM_DTYPES[dq_accumulation]
     return [
         tensor(BFloat16, (tokens, q_heads, HEAD_DIM)),
         tensor(BFloat16, (rows, kv_heads, HEAD_DIM)),
@@ -462,6 +518,7 @@ def _fake_tensors(ratio: int, dq_accumulation: str) -> list[Any]:
         tensor(sums, (tokens, q_heads, HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
         tensor(Float32, (symbol(), kv_heads, KEYS * HEAD_DIM)),
+        *((tensor(Float32, (tokens, q_heads)), tensor(Float32, (kv_heads, 2))) if dq_accumulation == "fp16" else ()),
     ]
 
 
@@ -472,7 +529,7 @@ def compile_main(
 
     Args:
         ratio: query heads per kv head: 1, 2, 4, 8 or 16.
-        dq_accumulation: type of ``dq_sum``, ``"bf16"`` or ``"fp32"``.
+        dq_accumulation: type of ``dq_sum``: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         gradients: what the kernel adds: ``"all"``, ``"dq"`` or ``"dkv"``; the other sums are left alone.
         options: more options for ``cute.compile``.
     """
@@ -480,6 +537,7 @@ def compile_main(
     function = MainBackwardSm90(ratio, dq_accumulation, gradients)
     arguments = _fake_tensors(ratio, dq_accumulation)
     compiled: Callable[..., None] = cute.compile(
-        function, *arguments, Float32(1.0), Int32(1), stream, options=f"--enable-tvm-ffi {options}".strip()
-    )
+        function.scaled if dq_accumulation == "fp16" else function, *arguments, Float32(1.0), Int32(1), stream,
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )  # fmt: skip
     return compiled

@@ -4,9 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
+from msa_vendored.backward.dq_scale import factor_exponent
 from msa_vendored.backward.sm90_layout import (
     EVICT_LAST,
     FIRST,
@@ -175,9 +176,11 @@ class LoadSm90(StructureSm90):
         task_meta: cute.Tensor,
         task_qrows: cute.Tensor,
         descriptor: cute.Tensor,
+        bounds: Any,
         softmax_scale: Float32,
+        half: Int32,
     ) -> None:
-        """Warp 2: per folded row (lse * log2(e), delta * scale)."""
+        """Warps 2 and 3, a half of the folded rows each: (lse * log2(e), delta * scale), and what scales dQ."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
@@ -185,7 +188,10 @@ class LoadSm90(StructureSm90):
             for task in cutlass.range(begin, end, 1, unroll=1):
                 stage, phase = count % STAGES, (count // STAGES) % 2
                 cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
-                self.load_rows(shared, lse, delta, task_qrows, task, task_meta[task, 1], stage, lane, softmax_scale)
+                self.load_rows(
+                    shared, lse, delta, bounds, task_qrows, task, task_meta[task, 1], stage, half * HALF + lane,
+                    softmax_scale,
+                )  # fmt: skip
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
@@ -213,29 +219,42 @@ class LoadSm90(StructureSm90):
         shared: Any,
         lse: cute.Tensor,
         delta: cute.Tensor,
+        bounds: Any,
         task_qrows: cute.Tensor,
         task: Int32,
         head: Int32,
         stage: Int32,
-        lane: Int32,
+        first: Int32,
         softmax_scale: Float32,
     ) -> None:
-        """Statistics in the order of (half, row of the half). Rows without a query or a finite lse give P = dS = 0."""
+        """Folded rows ``first`` and 32 after it, to where half and row of the half put them.
+
+        Rows without a query or a finite lse give P = dS = 0.
+        """
         base = shared.statistics.data_ptr() + stage * (2 * ROWS)
         statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
-        for i in cutlass.range_constexpr(ROWS // 32):
-            n = i * 32 + lane
+        for i in cutlass.range_constexpr(2):
+            n = first + i * 32
             slot, member = n // self.ratio, n % self.ratio
             row = task_qrows[task, slot]
-            value, correction = Float32.inf, Float32(0.0)
+            value, correction, exponent = Float32.inf, Float32(0.0), Int32(127)
             if row >= 0:
-                loaded = lse[row, head * self.ratio + member] * LOG2_E
+                column = head * self.ratio + member
+                loaded = lse[row, column] * LOG2_E
                 # Neither infinity nor NaN passes.
                 if loaded - loaded == 0.0:
                     value = loaded
-                    correction = delta[row, head * self.ratio + member] * softmax_scale
+                    correction = delta[row, column] * softmax_scale
+                if cutlass.const_expr(self.scaled_sum):
+                    norms, key_maxima = bounds
+                    exponent = factor_exponent(
+                        norms[row, column], key_maxima[head, 0], key_maxima[head, 1], softmax_scale
+                    )
             position = n
             if cutlass.const_expr(self.ratio == 16):
                 position = member // 8 * HALF + slot * 8 + member % 8
             statistics[0, position] = value
             statistics[1, position] = correction
+            if cutlass.const_expr(self.scaled_sum):
+                exponents = cute.make_tensor(shared.exponents.data_ptr() + stage * ROWS, cute.make_layout(ROWS))
+                exponents[position] = Uint8(exponent)
