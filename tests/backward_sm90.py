@@ -10,7 +10,7 @@ import torch
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
 
-from msa_vendored.backward.plan import DQ_DTYPES
+from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.sm90_layout import dkv_sum_index
 
 
@@ -25,7 +25,7 @@ class Call:
     dv_sum: torch.Tensor
     softmax_scale: float
     grid: int
-    bounds: tuple[torch.Tensor, ...] = ()
+    bounds: tuple[()] | tuple[torch.Tensor, torch.Tensor] = ()
 
     def arguments(self) -> tuple[Any, ...]:
         """As the module docstring of the kernel orders them."""
@@ -81,7 +81,9 @@ def prepare_call(
 
 def bound_rows(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of the rows of dO, and the largest key and value of each head, as the stages before find them."""
-    keys = [tensor[problem.key_rows].float().nan_to_num(0, 0, 0).abs().amax((0, 2)) for tensor in (problem.k, problem.v)]
+    keys = [
+        tensor[problem.key_rows].float().nan_to_num(0, 0, 0).abs().amax((0, 2)) for tensor in (problem.k, problem.v)
+    ]
     return problem.grad_out.float().abs().sum(2), torch.stack(keys, 1)
 
 

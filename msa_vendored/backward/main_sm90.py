@@ -375,8 +375,8 @@ class MainBackwardSm90(LoadSm90, AddSm90):
     ) -> None:
         """S, dP, P, dS of 128 folded rows against 64 keys; adds to dV and dK, leaves dS in shared memory.
 
-        dV and dK of half 0 run on the tensor cores beside the softmax of half 1, so dK takes that dS from shared memory:
-        16 registers fewer.
+        dV and dK of half 0 run on the tensor cores beside the softmax of half 1; dK takes its dS from shared memory,
+        which saves 16 registers.
         """
         mma_s, mma_kv, mma_dk = mmas
         keys = cute.make_layout((HALF, (64, 2)), stride=(64, (1, KEYS * 64)))
@@ -389,7 +389,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         a_shape = mma_kv.partition_shape_A((HALF, HALF))
         scale_log2 = softmax_scale * LOG2_E
         pair = cute.make_rmem_tensor((2,), Float32)
-        operands = []
+        operands: list[tuple[cute.Tensor, cute.Tensor]] = []
         for half in cutlass.range_constexpr(2):
             q_rows = self.rows_tensor(shared.q.data_ptr(), half, stage, columns_first=False)
             do_rows = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=False)

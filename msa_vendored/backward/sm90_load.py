@@ -233,8 +233,7 @@ class LoadSm90(StructureSm90):
         """
         base = shared.statistics.data_ptr() + stage * (2 * ROWS)
         statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
-        for i in cutlass.range_constexpr(2):
-            n = first + i * 32
+        for n in cutlass.range(first, first + HALF, 32, unroll=1):
             slot, member = n // self.ratio, n % self.ratio
             row = task_qrows[task, slot]
             value, correction, exponent = Float32.inf, Float32(0.0), Int32(127)
