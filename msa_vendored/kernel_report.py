@@ -186,7 +186,7 @@ def list_stages(arch: str) -> list[Stage]:
 
 def list_backward_stages(arch: str) -> list[Stage]:
     """Every function that the backward compiles, with every set of options, once."""
-    from msa_vendored.backward.accumulation import DQ_ACCUMULATIONS
+    from msa_vendored.backward.accumulation import ARCH_ACCUMULATIONS
     from msa_vendored.backward.stages import Structure, load_stages
 
     found: list[Stage] = []
@@ -196,9 +196,10 @@ def list_backward_stages(arch: str) -> list[Stage]:
             found.append(stage)
         return compile_stage
 
-    for ratio, dq_accumulation in product(RATIOS, DQ_ACCUMULATIONS):
+    accumulations = ARCH_ACCUMULATIONS[arch]
+    for ratio, dq_accumulation in product(RATIOS, accumulations):
         load_stages(Structure(arch, ratio, dq_accumulation, deterministic=False), load=collect)
-    load_stages(Structure(arch, RATIOS[-1], DQ_ACCUMULATIONS[0], deterministic=True), load=collect)
+    load_stages(Structure(arch, RATIOS[-1], accumulations[0], deterministic=True), load=collect)
     return found
 
 
