@@ -69,9 +69,9 @@ def run_backward(
             :class:`msa_vendored.reference.BackwardSchedule` for any number.
         softmax_scale: factor on the logits; ``128 ** -0.5`` if None.
         dq_accumulation: type of the sums of dq between key blocks; None is ``"bf16"``, which rounds once a block. On
-            SM90 there is ``"fp16"``, with an eighth of that error for the same bytes: each row is scaled by a power of two
-            that no sum can overflow (:mod:`msa_vendored.backward.dq_scale`), and dq is passed over once more. The error
-            of ``"fp32"`` does not grow with the number of blocks; it moves twice the bytes.
+            SM90 there is ``"fp16"``, with an eighth of that error for the same bytes: each row is scaled by a power of
+            two that no sum can overflow (:mod:`msa_vendored.backward.dq_scale`), and dq is passed over once more. The
+            error of ``"fp32"`` does not grow with the number of blocks; it moves twice the bytes.
         deterministic: same bits for the same arguments. Every sum is then made by one CTA in a fixed order, which takes
             two passes of the main kernel, one for dk and dv and one for dq.
         check: wait for the device, and raise if it found the schedule inconsistent. Without it, the next call on
