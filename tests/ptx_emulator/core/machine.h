@@ -10,6 +10,10 @@
 #include "numeric.h"
 #include "kinds.inc"
 
+// Lane-wise instructions: registers, predicates, operands, active lanes. alu.cpp; the kinds from FIRST_LANE_KIND on.
+using LaneFunction = void (*)(u8*, u32*, const s32*, u32);
+extern const LaneFunction LANE_FUNCTIONS[];
+
 struct Region { u64 base, bytes; Shadow shadow; };
 
 struct Program {

@@ -166,8 +166,12 @@ void Cta::run(Warp& w, u64 budget) {
     if (check_init) check_registers(w, i, o, m);
     if (watch_wgmma) check_wgmma_registers(w, i, o);
     if (!w.loading.empty()) use_loading_registers(w, i, o);
+    if (i.kind >= FIRST_LANE_KIND) {
+      LANE_FUNCTIONS[i.kind - FIRST_LANE_KIND](R, P, o, m);
+      w.pc++;
+      continue;
+    }
     switch (i.kind) {
-#include "alu.inc"
       case KIND_BRA: w.pc = (s32)i.imm; continue;
       case KIND_NOP: case KIND_MEMBAR: case KIND_T5_RELINQUISH: if (i.kind == KIND_T5_RELINQUISH) relinquished_ = true; break;
       case KIND_PRED_MOV: { u32 v = o[1] >= 0 ? P[o[1]] : i.imm ? ~0u : 0; P[o[0]] = (P[o[0]] & ~m) | (v & m); break; }
