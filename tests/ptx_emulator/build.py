@@ -32,6 +32,7 @@ FLAGS = (
     "-pthread",
     "-w",
 )
+FILE_FLAGS = {"matmul.cpp": ("-ffp-contract=fast",)}  # nothing of PTX's arithmetic is in there
 
 
 class BuildError(Exception):
@@ -86,7 +87,7 @@ def find_compiler() -> tuple[str, ...]:
 def _digest(compiler: tuple[str, ...], generated: dict[str, str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
-    for part in (*compiler, version, *FLAGS, platform.machine(), _cpu_features()):
+    for part in (*compiler, version, *FLAGS, str(FILE_FLAGS), platform.machine(), _cpu_features()):
         digest.update(part.encode() + b"\0")
     for name, text in sorted({**generated, **{p.name: p.read_text("utf-8") for p in CORE.iterdir()}}.items()):
         digest.update(f"{name}\0{text}\0".encode())
@@ -116,7 +117,7 @@ def _compile(compiler: tuple[str, ...], generated: dict[str, str], library: Path
         objects = [work / f"{source.stem}.o" for source in sources]
         includes = (f"-I{work}", f"-I{CORE}")
         commands = [
-            [*compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
+            [*compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *includes, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -84,6 +84,7 @@ void Cta::start(u32 linear_index) {
     w.view.seen.set(id, w.now);
     w.local.assign((size_t)32 * c.local_bytes, 0xCD);
     w.register_init.assign(program.register_bytes / 128 + 1, 0);
+    if (checks(CHECK_RACES)) w.loading.assign(program.register_bytes / 128 + 1, 0);
     w.predicate_init.assign(program.predicates + 1, 0);
     if (program.wgmma && checks(CHECK_RACES)) w.wgmma_registers.resize(program.register_bytes / 128 + 1);
     for (const auto& constant : program.constants) {

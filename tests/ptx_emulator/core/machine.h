@@ -7,7 +7,7 @@
 #include <mutex>
 #include <unordered_map>
 #include "clocks.h"
-#include "numeric.h"
+#include "matmul.h"
 #include "kinds.inc"
 
 // Lane-wise instructions: registers, predicates, operands, active lanes. alu.cpp; the kinds from FIRST_LANE_KIND on.
@@ -32,9 +32,10 @@ enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
 // Lanes that diverged from the current ones. Parked lanes wait at a .sync instruction for the others of its mask.
 struct Group { s32 pc; u32 mask; bool parked; u64 yielded_at; };
 
+// Columns of a warp's quarter of tensor memory that one tcgen05.ld or .st moves: one range, or two that may overlap.
+struct TmemColumns { u32 quarter, first, count, second, second_count; };
 // One tcgen05.ld whose registers are not known to be complete.
-struct TmemLoad { u32 id, quarter; std::vector<u32> columns; };
-struct TmemStore { u32 quarter; std::vector<u32> columns; };
+struct TmemLoad { u32 id; TmemColumns columns; };
 
 struct Warp {
   u32 id = 0;
@@ -62,9 +63,10 @@ struct Warp {
   std::vector<PendingCopy> pending_copies;
   struct PendingBulk { u32 agent, clock, group, lane; s32 pc; };
   std::vector<PendingBulk> pending_bulk;
-  std::vector<TmemLoad> loads;                  // not waited for
-  std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
-  std::vector<TmemStore> stores;                // not waited for
+  std::vector<TmemLoad> loads;    // not waited for
+  std::vector<u32> loading;       // by register: TmemLoad::id of the load that fills it, until first use; else 0
+  u32 loading_count = 0;          // of them that are not 0
+  std::vector<TmemColumns> stores;  // not waited for
   u32 next_load = 0;
   // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
   u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
@@ -126,12 +128,11 @@ struct TensorMap {
 };
 
 // TMEM is tracked by the 32 lanes of a warp's quarter times one column.
-struct TmemRead { u32 agent, issued, completed; s32 pc; };
+struct TmemAccess { u32 agent, issued, completed; s32 pc; };
 struct TmemCell {
   bool written = false;
-  u32 agent = 0, issued = 0, completed = 0;
-  s32 pc = 0;
-  std::vector<TmemRead> reads;
+  TmemAccess write{0, 0, 0, 0};
+  std::vector<TmemAccess> reads;
 };
 
 // Who of a warp last touched one byte of shared memory, and in which of its epochs.
@@ -256,17 +257,23 @@ class Cta {
   void allocate_tmem(Warp& w, const Instr& i, const s32* o, u32 m);
   void deallocate_tmem(Warp& w, const s32* o, u32 m);
   void check_columns(u32 column, u32 count, const char* what, s32 pc, s32 agent);
-  void touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, u32 completed, const View& view, s32 pc);
+  void touch_tmem(u32 quarter, u32 column, u32 count, bool write, u32 agent, u32 clock, u32 completed,
+                  const View& view, s32 pc);
+  void check_tmem_order(u64 place, const TmemAccess& earlier, const char* what, const char* wait, u32 agent,
+                        const View& view, s32 pc);
   void move_tmem(Warp& w, const Instr& i, const s32* o, u32 m);
+  void move_tmem_row(Warp& w, bool load, u32 at, u32 thread, const s32* registers, u32 count);
+  void note_tmem_move(Warp& w, const TmemColumns& columns, bool load, const s32* registers, u32 count);
+  template <class Visit> void each_tmem_cell(const TmemColumns& columns, Visit visit);
   void wait_tmem(Warp& w, bool stores);
   void complete_load(Warp& w, u32 id, bool waited);
   void use_loading_registers(Warp& w, const Instr& i, const s32* o);
   void issue_mma(Warp& w, const Instr& i, const s32* o, u32 m);
   void run_mma(AsyncOp& op);
   void run_tmem_copy(AsyncOp& op);
-  void read_operand(f32* out, u64 descriptor, u32 rows, bool mn_major, u32 format, AsyncOp& op);
-  void read_tmem_operand(f32* out, u32 rows, u32 format, AsyncOp& op);
-  u32 read_chunk(u32 address, u32 swizzle, u8* out, const Actor& who, const char* what);
+  void read_operand(const Operand& out, u64 descriptor, u32 rows, bool mn_major, u32 format, AsyncOp& op);
+  void read_tmem_operand(const Operand& out, u32 rows, u32 format, AsyncOp& op);
+  const u8* read_chunk(u32 address, u32 swizzle, const Actor& who, const char* what);
   void order_pipe(AsyncOp& op);
   void fence_tcgen05(Warp& w, bool after);
 
@@ -278,6 +285,7 @@ class Cta {
   void issue_wgmma(Warp& w, const Instr& i, const s32* o);
   void check_wgmma_operands(Warp& w, const Instr& i, const s32* o, bool accumulate);
   void run_wgmma(AsyncOp& op);
+  template <class Visit> void each_wgmma_pair(u32 first_warp, u32 row, u32 n, const s32* o, Visit visit);
   void read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format);
   bool wait_wgmma(Warp& w, const Instr& i);
   void check_wgmma_registers(Warp& w, const Instr& i, const s32* o);

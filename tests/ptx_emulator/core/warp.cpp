@@ -165,7 +165,7 @@ void Cta::run(Warp& w, u64 budget) {
     }
     if (check_init) check_registers(w, i, o, m);
     if (watch_wgmma) check_wgmma_registers(w, i, o);
-    if (!w.loading.empty()) use_loading_registers(w, i, o);
+    if (w.loading_count) use_loading_registers(w, i, o);
     if (i.kind >= FIRST_LANE_KIND) {
       LANE_FUNCTIONS[i.kind - FIRST_LANE_KIND](R, P, o, m);
       w.pc++;
