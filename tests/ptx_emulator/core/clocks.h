@@ -57,18 +57,19 @@ constexpr u32 PENDING = 0x7fffffff;
 struct Actor { u32 agent, clock; const View* view; bool async; s32 pc; u32 cta; bool atomic; };
 struct Access { u32 agent, clock; s32 pc; };
 
-// A granule of memory. All zero means: never touched in this launch. Agents are stored plus one.
+// A granule of memory, or a block of four that were always accessed together. All zero means: never touched in this
+// launch. Agents are stored plus one.
 struct Cell {
   u32 write_agent, write_clock, write_cta;
   u32 write_pc : 29, write_async : 1, write_atomic : 1;
-  u32 whole : 1;  // in the first cell of a block of four: it stands for all of them
+  u32 split : 1;  // of a block: its granules are kept apart
   u32 read_agent, read_clock, read_cta;
   s32 read_pc;
 };
 static_assert(sizeof(Cell) == 32, "two cells a cache line");
 
 enum class Conflict { READ_AFTER_WRITE, WRITE_AFTER_WRITE, WRITE_AFTER_READ, PROXY, NOT_WAITED };
-struct ConflictSite { Conflict kind; u32 agent; s32 pc; u32 cta; u64 granule; };
+struct ConflictSite { Conflict kind; u32 agent; s32 pc; u32 cta; u64 granule; u32 granules; };
 
 class Shadow {
  public:
@@ -77,36 +78,33 @@ class Shadow {
   explicit Shadow(u32 granule = 4) : granule_(granule) {}
 
   void reset(u64 bytes) {
-    // calloc: pages that no access touches are never made.
-    const u64 cells = (bytes / granule_ + 2 + BLOCK) / BLOCK * BLOCK;
-    memory_.reset(calloc(cells * sizeof(Cell) + sizeof(Cell), 1));
-    cells_ = (Cell*)(((u64)memory_.get() + sizeof(Cell) - 1) / sizeof(Cell) * sizeof(Cell));
-    touched_.assign(cells / PAGE + 1, 0);
+    const u64 blocks = (bytes / granule_ + 2) / BLOCK + 1;
+    blocks_.reset(blocks), cells_.reset(blocks * BLOCK);
+    touched_.assign(blocks * BLOCK / PAGE + 1, 0);
     readers_.clear();
     free_.clear();
   }
-  bool empty() const { return !memory_; }
+  bool empty() const { return touched_.empty(); }
   u32 granule() const { return granule_; }
 
   // `report` takes a ConflictSite, the actor and whether it writes.
   template <class Report> void access(u64 address, u32 bytes, bool write, const Actor& actor, const Report& report) {
     const u64 end = (address + bytes - 1) / granule_ + 1;
     for (u64 granule = address / granule_; granule < end;) {
-      Cell* block = cells_ + granule / BLOCK * BLOCK;
+      Cell& block = blocks_[granule / BLOCK];
       touched_[granule / PAGE] = 1;
       if (granule % BLOCK || end - granule < BLOCK) {
-        if (block->whole) split(block);
-        visit(cells_[granule], granule, write, actor, report);
+        if (!block.split) split(block, granule / BLOCK);
+        visit(cells_[granule], granule, 1, write, actor, report);
         granule++;
         continue;
       }
-      // Copies and matrix operands come in whole blocks, for which one cell is enough.
-      if (block->whole || untouched(block)) {
-        visit(*block, granule, write, actor, report);
-        block->whole = 1;
+      // Copies and matrix operands come in whole blocks.
+      if (!block.split) {
+        visit(block, granule, BLOCK, write, actor, report);
       } else {
-        for (u32 k = 0; k < BLOCK; k++) visit(block[k], granule + k, write, actor, report);
-        if (write) block->whole = 1;
+        for (u32 k = 0; k < BLOCK; k++) visit(cells_[granule + k], granule + k, 1, write, actor, report);
+        if (write) block = cells_[granule];
       }
       granule += BLOCK;
     }
@@ -132,39 +130,46 @@ class Shadow {
   // A pending write of `agent` has completed at `clock`.
   void settle(u64 address, u32 bytes, u32 agent, u32 clock) {
     for (u64 granule = address / granule_; granule <= (address + bytes - 1) / granule_; granule++) {
-      Cell& cell = const_cast<Cell&>(at(granule));
+      Cell& cell = at(granule);
       if (cell.write_agent == agent + 1 && cell.write_clock == PENDING) cell.write_clock = clock;
     }
   }
 
  private:
   static constexpr u32 MANY = ~0u, BLOCK = 4, PAGE = 1024;
-  struct Release { void operator()(void* memory) const { free(memory); } };
+  // Zeros; pages that no access touches are never made.
+  class Cells {
+   public:
+    void reset(u64 count) {
+      memory_.reset(calloc(count + 1, sizeof(Cell)));
+      first_ = (Cell*)(((u64)memory_.get() + sizeof(Cell) - 1) / sizeof(Cell) * sizeof(Cell));
+    }
+    Cell& operator[](u64 i) const { return first_[i]; }
+
+   private:
+    struct Release { void operator()(void* memory) const { free(memory); } };
+    std::unique_ptr<void, Release> memory_;
+    Cell* first_ = nullptr;
+  };
   u32 granule_;
-  std::unique_ptr<void, Release> memory_;
-  Cell* cells_ = nullptr;
+  Cells blocks_, cells_;
   std::vector<u8> touched_;  // by PAGE granules
   std::vector<std::vector<Access>> readers_;
   std::vector<u32> free_;
 
-  const Cell& at(u64 granule) const {
-    const Cell& first = cells_[granule / BLOCK * BLOCK];
-    return first.whole ? first : cells_[granule];
+  Cell& at(u64 granule) const {
+    Cell& block = blocks_[granule / BLOCK];
+    return block.split ? cells_[granule] : block;
   }
-  static bool untouched(const Cell* block) {
-    u32 agents = 0;
-    for (u32 k = 0; k < BLOCK; k++) agents |= block[k].write_agent | block[k].read_agent;
-    return !agents;
-  }
-  void split(Cell* block) {
-    block->whole = 0;
-    for (u32 k = 1; k < BLOCK; k++) {
-      block[k] = *block;
-      if (block->read_agent != MANY) continue;
-      const u32 slot = new_readers();
-      readers_[slot] = readers_[block->read_clock];
-      block[k].read_clock = slot;
+  void split(Cell& block, u64 index) {
+    for (u32 k = 0; k < BLOCK; k++) {
+      Cell& cell = cells_[index * BLOCK + k];
+      cell = block;
+      if (!k || block.read_agent != MANY) continue;
+      cell.read_clock = new_readers();
+      readers_[cell.read_clock] = readers_[block.read_clock];
     }
+    block.split = 1;
   }
   u32 new_readers() {
     if (free_.empty()) {
@@ -176,10 +181,14 @@ class Shadow {
     return slot;
   }
   template <class Report>
-  void visit(Cell& cell, u64 granule, bool write, const Actor& actor, const Report& report) {
-    if (cell.write_agent && !follows_write(cell, actor)) check_write(cell, granule, write, actor, report);
+  void visit(Cell& cell, u64 granule, u32 granules, bool write, const Actor& actor, const Report& found) {
+    auto report = [&](ConflictSite site) {
+      site.granule = granule, site.granules = granules;
+      found(site, actor, write);
+    };
+    if (cell.write_agent && !follows_write(cell, actor)) check_write(cell, write, actor, report);
     if (write) {
-      if (cell.read_agent) check_reads(cell, granule, actor, report);
+      if (cell.read_agent) check_reads(cell, actor, report);
       cell.write_agent = actor.agent + 1, cell.write_clock = actor.clock, cell.write_pc = (u32)actor.pc;
       cell.write_cta = actor.cta, cell.write_async = actor.async, cell.write_atomic = actor.atomic;
     } else {
@@ -199,25 +208,25 @@ class Shadow {
     return !actor.async || cell.write_async || actor.view->async_seen.covers(writer, cell.write_clock);
   }
   template <class Report>
-  static void check_write(const Cell& cell, u64 granule, bool write, const Actor& actor, const Report& report) {
+  static void check_write(const Cell& cell, bool write, const Actor& actor, const Report& report) {
     u32 writer = cell.write_agent - 1;
-    auto site = [&](Conflict kind) { return ConflictSite{kind, writer, (s32)cell.write_pc, cell.write_cta, granule}; };
+    auto site = [&](Conflict kind) { return ConflictSite{kind, writer, (s32)cell.write_pc, cell.write_cta, 0, 0}; };
     Conflict race = write ? Conflict::WRITE_AFTER_WRITE : Conflict::READ_AFTER_WRITE;
     if (actor.atomic && cell.write_atomic) return;
-    if (cell.write_cta != actor.cta) return report(site(race), actor, write);
+    if (cell.write_cta != actor.cta) return report(site(race));
     if (writer == actor.agent && !actor.async) {
-      if (cell.write_clock == PENDING && actor.clock != PENDING) report(site(Conflict::NOT_WAITED), actor, write);
+      if (cell.write_clock == PENDING && actor.clock != PENDING) report(site(Conflict::NOT_WAITED));
       return;
     }
-    if (!actor.view->seen.covers(writer, cell.write_clock)) return report(site(race), actor, write);
+    if (!actor.view->seen.covers(writer, cell.write_clock)) return report(site(race));
     if (actor.async && !cell.write_async && !actor.view->async_seen.covers(writer, cell.write_clock))
-      report(site(Conflict::PROXY), actor, write);
+      report(site(Conflict::PROXY));
   }
-  template <class Report> void check_reads(Cell& cell, u64 granule, const Actor& actor, const Report& report) {
+  template <class Report> void check_reads(Cell& cell, const Actor& actor, const Report& report) {
     auto check = [&](const Access& read, u32 cta) {
       if (actor.atomic && read.agent == actor.agent) return;
       bool ordered = cta == actor.cta && (read.agent == actor.agent || actor.view->seen.covers(read.agent, read.clock));
-      if (!ordered) report(ConflictSite{Conflict::WRITE_AFTER_READ, read.agent, read.pc, cta, granule}, actor, true);
+      if (!ordered) report(ConflictSite{Conflict::WRITE_AFTER_READ, read.agent, read.pc, cta, 0, 0});
     };
     if (cell.read_agent == MANY) {
       for (const Access& read : readers_[cell.read_clock]) check(read, cell.read_cta);

@@ -49,7 +49,8 @@ void Cta::start(u32 linear_index) {
   shared_.assign(bytes, 0xCD);
   shared_init_.assign(bytes, 0);
   if (checks(CHECK_RACES)) shared_shadow_.reset(bytes);
-  if (checks(CHECK_LANES)) lane_cells_.assign(bytes, LaneCell());
+  if (checks(CHECK_LANES)) lane_cells_.assign(bytes / 4 + 1, LaneCell());
+  lane_byte_cells_.clear();
   if (tmem_dirty_) {
     tmem_.assign(TMEM_LANES * TMEM_COLUMNS, 0x7fffbad0u);
     tmem_init_.assign(TMEM_LANES * TMEM_COLUMNS, 0);
@@ -60,6 +61,7 @@ void Cta::start(u32 linear_index) {
   column_alloc_pc_.assign(TMEM_COLUMNS, -1);
   tmem_dirty_ = relinquished_ = false;
   barriers_.clear();
+  barriers_begin_ = ~0u, barriers_end_ = 0;
   named_.fill(NamedBarrier());
   warpgroups_.assign((warps_count + 3) / 4, Warpgroup());
   queue.clear();

@@ -130,16 +130,31 @@ struct TensorMap {
 // TMEM is tracked by the 32 lanes of a warp's quarter times one column.
 struct TmemAccess { u32 agent, issued, completed; s32 pc; };
 struct TmemCell {
-  bool written = false;
-  TmemAccess write{0, 0, 0, 0};
-  std::vector<TmemAccess> reads;
+  bool written = false, was_read = false;
+  TmemAccess write{0, 0, 0, 0}, read{0, 0, 0, 0};
+  std::vector<TmemAccess> more_reads;  // by other agents
+  template <class Visit> void each_read(Visit visit) {
+    if (was_read) visit(read);
+    for (TmemAccess& other : more_reads) visit(other);
+  }
+  void note_read(const TmemAccess& access) {
+    bool found = false;
+    each_read([&](TmemAccess& other) {
+      if (other.agent == access.agent) other = access, found = true;
+    });
+    if (found) return;
+    if (was_read) more_reads.push_back(access);
+    else read = access, was_read = true;
+  }
 };
 
-// Who of a warp last touched one byte of shared memory, and in which of its epochs.
+// Who of a warp last touched a word of shared memory, and in which of its epochs; a word that was accessed by halves or
+// bytes has a cell for each byte.
 struct LaneCell {
   u32 write_epoch = 0, read_epoch = 0, read_lanes = 0;
   s32 write_pc = 0, read_pc = 0;
   u8 write_warp = 0, write_lane = 0, read_warp = 0;
+  bool split = false;
 };
 
 struct Launch;
@@ -165,7 +180,7 @@ class Cta {
   // Memory.
   std::vector<u8> shared_, shared_init_;
   Shadow shared_shadow_;
-  std::vector<LaneCell> lane_cells_;
+  std::vector<LaneCell> lane_cells_, lane_byte_cells_;  // the second is empty until a word is split
   std::vector<u32> tmem_;
   std::vector<u8> tmem_init_;
   std::vector<TmemCell> tmem_cells_;
@@ -174,6 +189,7 @@ class Cta {
   std::vector<s32> column_release_pc_, column_alloc_pc_;
   bool tmem_dirty_ = true, relinquished_ = false;
   std::unordered_map<u32, Mbarrier> barriers_;
+  u32 barriers_begin_ = ~0u, barriers_end_ = 0;  // all mbarriers lie between
   std::array<NamedBarrier, 17> named_;
   std::vector<Warpgroup> warpgroups_;
   std::vector<u8> register_file_;
@@ -194,7 +210,7 @@ class Cta {
   u32 random() { rng ^= rng << 13; rng ^= rng >> 7; rng ^= rng << 17; return (u32)(rng >> 11); }
   bool checks(u32 which) const;
   void report(const char* kind, s32 pc, s32 agent, s32 other_pc, s32 other_agent, s32 space, u64 address,
-              std::string text = "", s32 other_cta = -1);
+              std::string text = "", s32 other_cta = -1, u32 count = 1);
   // What a warp does from now on is not covered by what it has released or fenced so far.
   void tick(Warp& w) { w.view.seen.set(w.id, ++w.now); }
   void meet(Warp& w) { tick(w); w.met = w.now, w.touched = 0; }
@@ -209,18 +225,27 @@ class Cta {
   // memory.cpp
   void check_shared(u32 address, u32 bytes, const char* what);
   void check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* written);
+  void check_lane_cell(LaneCell& cell, Warp& w, u32 lane, u32 address, u32 bytes, const u8* written);
   void shadow_shared(u32 address, u32 bytes, bool write, const Actor& who);
   void check_shared_init(u32 address, u32 bytes, const char* what, s32 pc, s32 agent);
+  Region* region_of(u64 address, u32 bytes);
   u8* global_pointer(u64 address, u32 bytes, const char* what);
   void shadow_global(u64 address, u32 bytes, bool write, const Actor& who);
   void report_conflict(const ConflictSite& site, const Actor& who, bool write, s32 space, u64 address);
   u64 lane_address(Warp& w, s32 operand, u32 lane, s64 offset);
   u32 shared_address(Warp& w, s32 operand, u32 lane, s64 offset) { return (u32)lane_address(w, operand, lane, offset); }
+  bool is_shared_window(u64 address) const;
+  void lane_addresses(Warp& w, s32 operand, s64 offset, u64* out);
+  u32 access(Warp& w, s32 space, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_shared(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_global(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_local(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
   void load(Warp& w, const Instr& i, const s32* o, u32 m);
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
+
+  // atomics.cpp
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
   u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
-  bool is_shared_window(u64 address) const;
 
   // barriers.cpp
   Mbarrier& barrier_at(u32 address, s32 pc, const View& view, s32 agent, bool async);
@@ -298,6 +323,9 @@ class Cta {
   bool rendezvous(Warp& w, u32 m, u32 wanted, const char* what);
   bool yield_group(Warp& w);
   void check_registers(Warp& w, const Instr& i, const s32* o, u32 m);
+  void select(Warp& w, const Instr& i, const s32* o, u32 m);
+  void pack(Warp& w, const Instr& i, const s32* o, u32 m);
+  void unpack(Warp& w, const Instr& i, const s32* o, u32 m);
   void shuffle(Warp& w, const Instr& i, const s32* o, u32 m);
   void run_vote(Warp& w, const Instr& i, const s32* o, u32 m);
   void exit_lanes(Warp& w, u32 m);
@@ -346,6 +374,7 @@ inline bool Cta::checks(u32 which) const { return launch.config.checks & which; 
 inline u32 first_lane(u32 mask) { return (u32)__builtin_ctz(mask); }
 // The empty branch keeps an `else` after the macro from binding to its `if`.
 #define EACH_LANE(mask) for (u32 lane = 0; lane < 32; lane++) if (!((mask) >> lane & 1)) {} else
+void check_aligned(u64 address, u32 bytes, s32 space, const char* what);  // memory.cpp
 TensorMap decode_tensor_map(const u64* words, u32 rank);
 inline u32 swizzle_address(u32 address, u32 mode) {
   return mode == 0 ? address : address ^ (((address >> 7) & ((1u << mode) - 1)) << 4);

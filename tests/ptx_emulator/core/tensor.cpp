@@ -117,17 +117,16 @@ void Cta::touch_tmem(u32 quarter, u32 column, u32 count, bool write, u32 agent, 
     const u64 place = (u64)quarter * 32 << 16 | c;
     if (cell.written && cell.write.agent != agent)
       check_tmem_order(place, cell.write, after_write, "tcgen05.wait::st", agent, view, pc);
-    if (write) {
-      for (const TmemAccess& read : cell.reads)
-        if (read.agent != agent)
-          check_tmem_order(place, read, "write, not ordered after the read", "tcgen05.wait::ld", agent, view, pc);
-      cell.reads.clear();
-      cell.written = true, cell.write = access;
+    if (!write) {
+      cell.note_read(access);
       continue;
     }
-    auto same = std::find_if(cell.reads.begin(), cell.reads.end(), [&](const TmemAccess& r) { return r.agent == agent; });
-    if (same == cell.reads.end()) cell.reads.push_back(access);
-    else *same = access;
+    cell.each_read([&](const TmemAccess& read) {
+      if (read.agent != agent)
+        check_tmem_order(place, read, "write, not ordered after the read", "tcgen05.wait::ld", agent, view, pc);
+    });
+    cell.was_read = false, cell.more_reads.clear();
+    cell.written = true, cell.write = access;
   }
 }
 
@@ -219,11 +218,11 @@ void Cta::complete_load(Warp& w, u32 id, bool waited) {
   for (const TmemLoad& load : w.loads) {
     if (load.id != id) continue;
     each_tmem_cell(load.columns, [&](TmemCell& cell) {
-      for (TmemAccess& read : cell.reads) {
-        if (read.agent != w.id) continue;
+      cell.each_read([&](TmemAccess& read) {
+        if (read.agent != w.id) return;
         if (read.issued == PENDING) read.issued = w.now;
         if (waited && read.completed == PENDING) read.completed = w.now;
-      }
+      });
     });
   }
 }
