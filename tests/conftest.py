@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import msa_vendored
 from msa_vendored.trees import scan_tree
@@ -20,6 +21,10 @@ from msa_vendored.trees import scan_tree
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a process, before torch is imported: two pools on two cores wait for each other most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Seconds of the clock say nothing where tests share the cores with each other.
+settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared cores")
 
 LONGEST_FIRST = (
     "test_backward_sm100.py",
