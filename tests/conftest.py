@@ -27,14 +27,18 @@ settings.register_profile("shared cores", deadline=None, suppress_health_check=[
 settings.load_profile("shared cores")
 
 LONGEST_FIRST = (
-    "test_backward_sm100.py",
     "test_upgrades.py",
     "test_backward_emulated.py",
+    "test_backward_sm100.py",
+    "test_emulator_official.py",
+    "test_emulator_flash_attention.py",
     "test_backward_sm90.py",
-    "test_emulator_checks.py",
-    "test_backward_stages.py",
-    "test_hopper_forward.py",
+    "test_installed_bundle.py",
     "test_backward.py",
+    "test_backward_stages.py",
+    "test_emulator_hopper.py",
+    "test_compile.py",
+    "test_hopper_forward.py",
 )
 """Files to begin with where tests run in several processes, so that none of them is left for the end."""
 
