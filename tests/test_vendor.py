@@ -528,8 +528,8 @@ def test_default_pin_is_fetched_and_vendored(tmp_path: Path) -> None:
     assert (result.reused, result.fetched_from) == (False, "vllm==0.24.0 on the package index")
     assert reports == ["fetching vllm-0.24.0-cp38-abi3-manylinux_2_28_x86_64.whl (279 MB) with pip"]
     assert scan_tree(result.path) == manifest
-    start = time.perf_counter()
+    start = time.process_time()  # not of the clock: other tests run at the same time
     assert vendor_pin(pin, manifest, tmp_path, offline=True).reused
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert visible(tmp_path) == ["vllm-0.24.0"]
     remove_tree(result.path)

@@ -41,7 +41,7 @@ def combine_subject() -> Subject:
     return _subject("SparseAttentionForwardCombine", settings, tiny_tokens=8)
 
 
-def _subject(entry_part: str, verifier: dict[str, Any] | None = None, tiny_tokens: int = 24) -> Subject:
+def _subject(entry_part: str, verifier: dict[str, Any] | None = None, tiny_tokens: int = 12) -> Subject:
     official = Official()
     # Tokens of each document x 16 heads fill whole tiles of 64 rows in the combine; else it reads shared memory that
     # nothing wrote (docs/findings/). One SM: many tiles a CTA, so that every pipeline wraps.
