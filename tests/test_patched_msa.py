@@ -219,8 +219,10 @@ print([path.name for path in find_plan()])
 
 
 def test_two_containers_do_not_export_into_one_file(tmp_path: Path) -> None:
-    """Guards aot-temporary: process ids are equal in two containers that share a home, and the second one writes
-    into what the first has under way, so that a half-written object gets the name that is loaded."""
+    """Guards aot-temporary: two containers that share a home have equal process ids.
+
+    The second one would write into what the first has under way, and publish it half-written.
+    """
     code = """
 import pathlib
 aot = importlib.import_module(PACKAGE + ".cute.src.common.aot_cache")
