@@ -51,6 +51,7 @@ VERDICTS = {
         "private-registration": "moved",
         "sys-path": "moved",
         "compile-hook": "moved",
+        "aot-temporary": "moved",
     },
 }
 VERDICTS["0.33.0"] = VERDICTS["0.32.0"]
