@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
+from dq_scale_cases import row_factors, sum_magnitudes
 
 from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.sm90_layout import dkv_sum_index
@@ -81,19 +82,8 @@ def prepare_call(
 
 def bound_rows(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of the rows of dO, and the largest key and value of each head, as the stages before find them."""
-    keys = [
-        tensor[problem.key_rows].float().nan_to_num(0, 0, 0).abs().amax((0, 2)) for tensor in (problem.k, problem.v)
-    ]
-    return problem.grad_out.float().abs().sum(2), torch.stack(keys, 1)
-
-
-def row_factors(norms: torch.Tensor, key_maxima: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """The powers of two of :mod:`msa_vendored.backward.dq_scale` in float64, ``[T, Hq]``."""
-    largest = key_maxima.double().repeat_interleave(norms.shape[1] // key_maxima.shape[0], 0)
-    tiny = 2.0**-126
-    bound = (norms.double() * largest[:, 1]).clamp(min=tiny) * (2 * abs(softmax_scale) * largest[:, 0]).clamp(min=tiny)
-    exponent = torch.frexp(bound.nan_to_num(2.0**128).clamp(2.0**-127, 2.0**128))[1].double()
-    return torch.exp2((15 - exponent).clamp(-114, 126))
+    keys = [tensor[problem.key_rows].float().nan_to_num(0, 0, 0) for tensor in (problem.k, problem.v)]
+    return sum_magnitudes(problem.grad_out), torch.stack([tensor.abs().amax((0, 2)) for tensor in keys], 1)
 
 
 Kernel = Callable[..., None]

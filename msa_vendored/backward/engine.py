@@ -157,7 +157,7 @@ def launch(
     walks, in_place = tuple(run.walk for run in stages.passes), stages.dq_in_place
     plan = plan_call(sizes, stages.walk.window, walks, multiprocessors, dq_in_place=in_place)
     parts = plan.workspace.allocate(q.device)
-    dq, dkv = torch.zeros_like(q) if in_place else torch.empty_like(q), q.new_empty((2, *k.shape))
+    dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
     dq_sum = dq.view(DQ_DTYPES[sizes.dq_accumulation]).view(-1) if in_place else parts["dq_sum"]
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
@@ -166,7 +166,7 @@ def launch(
         scale = parts["norms"], parts["key_maxima"]
         items = schedule.scheduler_metadata, schedule.work_count
         stages.key_maxima(k, v, *items, *documents, parts["key_maxima"].view(torch.int32))
-    stages.delta(out, grad_out, parts["delta"], *scale[:1])
+    stages.delta(out, grad_out, parts["delta"], *((dq,) if in_place else ()), *scale[:1])
     for run, how in zip(stages.passes, plan.passes, strict=True):
         grid = grid_bound(how.chunks, multiprocessors)
         run.build_tasks(

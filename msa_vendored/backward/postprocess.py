@@ -139,6 +139,8 @@ class InPlace:
 class ScaledInPlace:
     """Turns dQ from fp16, each row times a power of two, into bf16 where it is."""
 
+    rows_per_cta = THREADS * VECTORS_IN_FLIGHT * OCTET // HEAD_DIM
+
     def ctas(self, rows: Int32) -> Int32:
         """CTAs for ``rows`` rows."""
         return cute.ceil_div(rows * (HEAD_DIM // OCTET), THREADS * VECTORS_IN_FLIGHT)
@@ -156,19 +158,22 @@ class ScaledInPlace:
     ) -> None:
         """One CTA's octets; a thread's are ``THREADS`` apart. No octet is read but by the thread that writes it."""
         thread, _, _ = cute.arch.thread_idx()
-        first = cta * (THREADS * VECTORS_IN_FLIGHT) + thread
+        first, limit = cta * (THREADS * VECTORS_IN_FLIGHT) + thread, rows * (HEAD_DIM // OCTET)
+        inverses = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.rows_per_cta))
         loaded = [cute.make_rmem_tensor(OCTET, Float16) for _ in range(VECTORS_IN_FLIGHT)]
-        factors = cute.make_rmem_tensor(VECTORS_IN_FLIGHT, Float32)
+        for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
+            if first + i * THREADS < limit:
+                loaded[i].store(self.locate(source, first + i * THREADS).load())
+        row = cta * self.rows_per_cta + thread
+        if (thread < self.rows_per_cta) & (row < rows):
+            inverses[thread] = self.inverse_factor(row, scale)
+        cute.arch.sync_threads()
         for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
             octet = first + i * THREADS
-            if octet < rows * (HEAD_DIM // OCTET):
-                loaded[i].store(self.locate(source, octet).load())
-                factors[i] = self.inverse_factor(octet // (HEAD_DIM // OCTET), scale)
-        for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
-            octet = first + i * THREADS
-            if octet < rows * (HEAD_DIM // OCTET):
+            if octet < limit:
+                inverse = inverses[(i * THREADS + thread) // (HEAD_DIM // OCTET)]
                 values = cute.make_rmem_tensor(OCTET, BFloat16)
-                values.store((loaded[i].load().to(Float32) * factors[i]).to(BFloat16))
+                values.store((loaded[i].load().to(Float32) * inverse).to(BFloat16))
                 if spoilt:
                     values.fill(BFloat16(math.nan))
                 self.locate(target, octet).store(values.load())

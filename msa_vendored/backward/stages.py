@@ -117,13 +117,14 @@ class Stages:
     """The four stages in the order of their launches; :func:`msa_vendored.backward.engine.launch` calls them.
 
     Attributes:
-        delta: ``(out, grad_out, delta)``; in fp16 also ``norms``.
+        delta: ``(out, grad_out, delta)``; also ``dq``, which it zeroes, where that is added to in place; in fp16 also
+            ``norms``.
         passes: what the task build and the main kernel run for; one, or two of which each owns what it adds to.
         main: adds to ``dq_sum`` and ``dkv_sum``.
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
             :func:`msa_vendored.backward.postprocess.compile_postprocess`; in fp16 also ``norms, key_maxima, scale``.
         walk: how the main kernel likes its tasks ordered and cut.
-        dq_in_place: the main kernel adds to dq itself, which has to be zero then; there is no ``dq_sum`` beside it.
+        dq_in_place: the main kernel adds to dq itself, which delta zeroes; there is no ``dq_sum`` beside it.
         key_maxima: in fp16, see :func:`msa_vendored.backward.dq_scale.compile_key_maxima`.
     """
 
@@ -200,15 +201,16 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
     walks = REPEATABLE_WALKS if structure.deterministic else ("even",)
     gradients = [GRADIENTS[walk] for walk in walks]
     main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, gradients, load)
+    in_place = orders["dq_order"] == IN_PLACE
     return Stages(
-        delta=load(compile_delta, arch=arch, **({"norms": True} if scaled else {})),
+        delta=load(compile_delta, arch=arch, zeroes=in_place, norms=scaled),
         passes=tuple(Pass(walk, load(compile_task_build, arch=arch, ratio=ratio, walk=walk)) for walk in walks),
         main=main,
         postprocess=load(
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
         ),
         walk=WALKS[arch],
-        dq_in_place=orders["dq_order"] == IN_PLACE,
+        dq_in_place=in_place,
         key_maxima=load(compile_key_maxima, arch=arch) if scaled else None,
     )
 
