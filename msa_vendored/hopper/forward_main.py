@@ -53,6 +53,10 @@ class ForwardMain:
         self.q_bytes = self.queries * ratio * HEAD_DIM * 2
         # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
         self.batch = max(1, 32 // self.queries)
+        # A box of Q is [column, head, half, head group] of one query. If its heads are whole groups of 8 rows, in which
+        # wgmma counts, one box has both halves of the columns; else there is a box for each half.
+        self.boxes = 1 if ratio % 8 == 0 else 2
+        self.box = (64, 8, 2, ratio // 8) if self.boxes == 1 else (64, ratio, 1, 1)
         self.words = -(-self.batch * self.queries // 32)
 
     @cute.jit
@@ -74,16 +78,26 @@ class ForwardMain:
     ) -> None:
         """Launch ``ctas`` persistent CTAs over the segments of one chunk; the partials begin with ``first_token``."""
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_layout = cute.tile_to_shape(swizzled, (ROWS, HEAD_DIM, Q_STAGES), order=(0, 1, 2))
         kv_layout = cute.tile_to_shape(swizzled, (BLOCK, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
-        # One query is `ratio` rows of the tile: two boxes of ratio x 64, since a box row is one swizzle span.
-        box_layout = cute.make_composed_layout(q_layout.inner, 0, cute.make_layout((self.ratio, 64), stride=(64, 1)))
+        # Distances of groups of 8 rows and of halves in a tile of Q: a row of a box is one swizzle span of 64 columns.
+        group, half = (1024, 512) if self.boxes == 1 else (512, ROWS * 64)
+        q_tile = cute.make_layout(((8, ROWS // 8), (64, 2), Q_STAGES), stride=((64, group), (1, half), ROWS * HEAD_DIM))
+        q_layout = cute.make_composed_layout(swizzled.inner, 0, q_tile)
+        box = cute.make_layout(self.box, stride=(1, 64, half, group))
+        box_layout = cute.make_composed_layout(swizzled.inner, 0, box)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        q_heads = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
+        heads = self.box[1]
+        q_boxes = cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (64, heads, 2, q.shape[1] // heads, q.shape[0]),
+                stride=(1, HEAD_DIM, 64, heads * HEAD_DIM, q.shape[1] * HEAD_DIM),
+            ),
+        )
         k_rows = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[0, 2, 1]))
         v_rows = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[0, 2, 1]))
         kv_box = cute.select(kv_layout, mode=[0, 1])
-        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_heads, box_layout, (self.ratio, 64))
+        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_boxes, box_layout, self.box)
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k_rows, kv_box, (BLOCK, HEAD_DIM))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v_rows, kv_box, (BLOCK, HEAD_DIM))
         qk_mma = sm90.make_trivial_tiled_mma(
@@ -206,28 +220,30 @@ class ForwardMain:
     ) -> None:
         """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
         lane = cute.arch.lane_idx()
-        # [rows, 64, query, half, stage]: where the box of a query goes.
+        # [box, query, half, stage]: where the boxes of a query go.
+        group, half = (1024, 512) if const_expr(self.boxes == 1) else (0, ROWS * 64)
         q_boxes = cute.make_tensor(
             q_smem.iterator,
             cute.make_layout(
-                ((self.ratio, 64), self.queries, 2, Q_STAGES),
-                stride=((64, 1), self.ratio * 64, ROWS * 64, ROWS * HEAD_DIM),
+                (self.box, self.queries, self.boxes, Q_STAGES),
+                stride=((1, 64, half, group), self.ratio * HEAD_DIM // self.boxes, half, ROWS * HEAD_DIM),
             ),
         )
         written = counters[chunk, 0]
-        segment = self.take_segment(counters, chunk, lane)
+        segment = cute.arch.shuffle_sync(self.take_segment(counters, chunk, lane), 0)
+        next_field = self.read_segment(segments, chunk, segment, written, lane)
+        packed = self.read_queries(
+            qsplit_indices, cute.arch.shuffle_sync(next_field, 0), cute.arch.shuffle_sync(next_field, 1), lane
+        )
         kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         while segment < written:
-            field = Int32(0)
-            if lane < SEGMENT_FIELDS:
-                field = segments[chunk, segment, lane]
+            field = next_field
             entry = cute.arch.shuffle_sync(field, 0)
             count = cute.arch.shuffle_sync(field, 1)
             head = cute.arch.shuffle_sync(field, 2)
             key_row = cute.arch.shuffle_sync(field, 3)
             query_base = cute.arch.shuffle_sync(field, 5)
             following = self.take_segment(counters, chunk, lane)
-            packed = self.read_queries(qsplit_indices, entry, count, lane)
             cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
             if lane < SEGMENT_FIELDS:
                 info[lane, kv_stage] = field
@@ -239,9 +255,16 @@ class ForwardMain:
             kv_stage += 1
             if kv_stage == KV_STAGES:
                 kv_stage, kv_phase = Int32(0), kv_phase ^ 1
+            # The next segment is read while this one's tiles go out.
+            segment = cute.arch.shuffle_sync(following, 0)
+            next_field = self.read_segment(segments, chunk, segment, written, lane)
             while count > 0:
                 entry += self.batch * self.queries
-                upcoming = self.read_queries(qsplit_indices, entry, count - self.batch * self.queries, lane)
+                remaining = count - self.batch * self.queries
+                if remaining <= 0:
+                    entry = cute.arch.shuffle_sync(next_field, 0)
+                    remaining = cute.arch.shuffle_sync(next_field, 1)
+                upcoming = self.read_queries(qsplit_indices, entry, remaining, lane)
                 step = Int32(0)
                 while step < self.batch and count > 0:
                     cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
@@ -256,7 +279,6 @@ class ForwardMain:
                     step += 1
                 for i in cutlass.range_constexpr(self.words):
                     packed[i] = upcoming[i]
-            segment = following
         # A segment without queries tells the others to leave.
         cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
         if lane < SEGMENT_FIELDS:
@@ -267,13 +289,21 @@ class ForwardMain:
 
     @cute.jit
     def take_segment(self, counters: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The next segment of the chunk, for all lanes."""
+        """The next segment of the chunk, in lane 0; nothing waits for it yet."""
         segment = Int32(0)
         if lane == 0:
             segment = cute.arch.atomic_add(
                 counters.iterator + chunk * COUNTER_FIELDS + 1, Int32(1), sem="relaxed", scope="gpu"
             )
-        return cute.arch.shuffle_sync(segment, 0)
+        return segment
+
+    @cute.jit
+    def read_segment(self, segments: cute.Tensor, chunk: Int32, segment: Int32, written: Int32, lane: Int32) -> Int32:
+        """A field of a segment in each of the first lanes; 0 past the last one."""
+        field = Int32(0)
+        if lane < SEGMENT_FIELDS and segment < written:
+            field = segments[chunk, segment, lane]
+        return field
 
     @cute.jit
     def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
@@ -328,20 +358,21 @@ class ForwardMain:
         stage: Int32,
         barrier: cute.Pointer,
     ) -> None:
-        """One tile of Q: two boxes a query. Unused places load rows past the end of q, which come as zeros."""
-        # (ratio, 64) blocks of q: [(ratio, 64), head group, half, token]
-        tiled = cute.flat_divide(tma, (self.ratio, 64))
-        source_all = cute.group_modes(tiled, 0, 2)
+        """One tile of Q, query by query. Unused places load rows past the end of q, which come as zeros."""
+        # [box, 1, 1, half, head group, token]
+        source_all = cute.group_modes(cute.flat_divide(tma, self.box), 0, 4)
         target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), boxes, source_all)
-        tokens = cute.size(tma, mode=[2])
+        tokens = cute.size(tma, mode=[4])
         for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
             value = packed[0]
             if const_expr(self.words > 1):
                 value = packed[0] if i < 32 else packed[1]
             value = cute.arch.shuffle_sync(value, (step * self.queries + i) % 32)
             token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
-            for half in cutlass.range_constexpr(2):
-                cute.copy(atom, source[None, head, half, token], target[None, i, half, stage], tma_bar_ptr=barrier)
+            for half in cutlass.range_constexpr(self.boxes):
+                cute.copy(
+                    atom, source[None, 0, 0, half, head, token], target[None, i, half, stage], tma_bar_ptr=barrier
+                )
 
     @cute.jit
     def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
@@ -454,7 +485,7 @@ class ForwardMain:
     ) -> None:
         """One consumer warpgroup: every third tile of the CTA's sequence."""
         thread, _, _ = cute.arch.thread_idx()
-        group = thread // 128
+        group = cute.arch.make_warp_uniform(thread // 128)
         thread = thread % 128
         lane = thread % 32
         qk = qk_mma.get_slice(thread)
@@ -550,10 +581,11 @@ class ForwardMain:
         sums = cute.make_rmem_tensor((2, 2), Float32)
         packed = cute.make_tensor(p.iterator, cute.make_layout(ROWS))
         for half in cutlass.range_constexpr(2):
-            peak = values[2 * half]
-            for i in cutlass.range_constexpr(ROWS):
-                if const_expr(i // 2 % 2 == half):
-                    peak = cute.arch.fmax(peak, values[i])
+            # Four maxima side by side: each depends on the last one of its own only.
+            peaks = [values[2 * half + 4 * (i // 2) + i % 2] for i in range(4)]
+            for i in cutlass.range_constexpr(4, ROWS // 2):
+                peaks[i % 4] = cute.arch.fmax(peaks[i % 4], values[2 * half + 4 * (i // 2) + i % 2])
+            peak = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
             # A row that sees no key: any finite maximum gives P = 0 and the sum 0.
