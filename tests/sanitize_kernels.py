@@ -178,6 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     "forward": lambda: attend(16, 4),
     "forward, ratio 2, scaled": lambda: attend(2, 4, 2.5),
     "backward, bf16 sums": lambda: differentiate(16, "bf16"),
+    "backward, fp16 sums": lambda: differentiate(16, "fp16"),
     "backward, fp32 sums": lambda: differentiate(16, "fp32"),
     "backward, ratio 2": lambda: differentiate(2, "bf16"),
     "backward, deterministic": lambda: differentiate(16, "bf16", deterministic=True),

@@ -16,7 +16,7 @@ HANDED_OVER = {
     ("forward_main.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
     ("forward_main.py", "publish_queries"): "queries of a tile, for the consumers",
     ("forward_main.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
-    ("sm90_load.py", "load_statistics"): "place and flags of a task, for the consumers",
+    ("sm90_load.py", "load_places"): "place and flags of a task, for the consumers",
     ("sm90_load.py", "load_token_rows"): "token rows of a task, for the consumers",
     ("sm90_load.py", "load_rows"): "lse and delta of a task, for the consumers",
 }
