@@ -150,7 +150,8 @@ def test_a_peer_that_takes_too_long_is_left_out_from_then_on(operands: Operands)
     settings = runner.Settings(limit_s=0.1)
     peer = Peer("endless", False, "torch", endless)
     (row,) = runner.run_guarded(PACK, peer, [operands], settings)
-    assert (row.status, row.note) == ("failed", "TimeLimitError: it takes too long")
+    assert row.status == "failed"
+    assert row.note.endswith("TimeLimitError: it takes too long")
     assert "more than 0.1 s" in str(runner.find_reason(PACK, peer, [PACK], settings, {"endless"}))
     assert runner.find_reason(PACK, peer, [PACK], settings, {"another"}) is None
     with time_limit(0.05):

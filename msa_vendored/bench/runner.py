@@ -217,7 +217,7 @@ def run_benchmark(
                 continue
             operand_sets = operand_sets or _draw_operands(case, settings)
             rows += run_guarded(case, peer, operand_sets, settings)
-            late |= {row.implementation for row in rows[-1:] if row.note.startswith(TimeLimitError.__name__)}
+            late |= {row.implementation for row in rows[-1:] if TimeLimitError.__name__ in row.note}
             free_memory()
             yield Report(environment, peak, copy, tuple(rows))
         del operand_sets
