@@ -23,9 +23,9 @@ HANDED_OVER = {
 }
 """Functions, by pattern of the file and name, whose writes to shared memory one lane announces for its warp: all lanes
 write, ``bar.warp.sync`` orders that before the elected lane's ``mbarrier.arrive`` (release), and readers wait on the
-barrier (acquire). PTX's causality order is transitive; racecheck takes only the arriving lane's own writes as published,
-and reports the other lanes'. Evidence: with an arrival of every lane, and counts to match, it reports nothing
-(docs/hopper_log.md)."""
+barrier (acquire). PTX's causality order is transitive; racecheck takes only the arriving lane's own writes as
+published, and reports the other lanes'. Evidence: with an arrival of every lane, and counts to match, it reports
+nothing (docs/hopper_log.md)."""
 
 _REPORT = re.compile(r"=+ (Error|Warning|Invalid|Uninit|Barrier|Race)")
 _ACCESS = re.compile(r"(Write|Read|Atomic) access at .*?\+0x[0-9a-f]+(?: in (\S+):(\d+))?")
