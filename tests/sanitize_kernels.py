@@ -238,7 +238,8 @@ def trace_cases(chosen: Sequence[str]) -> list[str]:
 
 def tool_command(sanitizer: str, tool: str, chosen: Sequence[str]) -> list[str]:
     """The command line of one tool. Only initcheck follows torch's kernels: it must see what they write."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_EXIT_CODE), "--print-limit", "0"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_EXIT_CODE)]
+    command += ["--print-limit", "0" if tool == "racecheck" else "100"]  # racecheck's are few, and read one by one
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # torch asks for what is not there; ours raise in the process
     if tool != "initcheck":
