@@ -20,7 +20,8 @@ import pytest
 
 from msa_vendored.vendoring.__main__ import main
 from msa_vendored.vendoring.filepatch import apply_file_patch
-from msa_vendored.vendoring.lock import dump_lock, read_lock
+from msa_vendored.vendoring.lock import read_lock
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.partials import remove_tree
 from msa_vendored.vendoring.pin_series import read_pin_series
 from msa_vendored.vendoring.pipeline import read_checkout
