@@ -28,6 +28,7 @@ settings.load_profile("shared cores")
 
 LONGEST_FIRST = (
     "test_upgrades.py",
+    "test_patched_msa.py",
     "test_backward_emulated.py",
     "test_backward_sm100.py",
     "test_emulator_official.py",
