@@ -95,6 +95,15 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def sanitize(session: nox.Session) -> None:
+    """Run every SM90 kernel under compute-sanitizer, which the CUDA toolkit brings [-- --only CASE --tools TOOLS]."""
+    install_test_environment(session)
+    install_wheel(session)
+    env = {**SAFE_PATH, "PYTHONPATH": "tests"}
+    session.run("python", "-m", "sanitize_kernels", *session.posargs, env=env)
+
+
+@nox.session(reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """Measure on this GPU beside peers [-- arguments of ``python -m msa_vendored bench``]; [-- sm100 …] that script.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ptx_emulator.bindings import library
+from ptx_emulator.bindings import library, replace_cuda
 from ptx_emulator.build import library_path
 from ptx_emulator.frames import remember_frames
 from ptx_emulator.launch import EmulationError, Kernel, Options, load_kernels, name_tensors
@@ -51,7 +51,7 @@ def prepare(arch: str = "sm_100a", dump_folder: Path | None = None) -> None:
         raise RuntimeError("nvidia_cutlass_dsl is not installed")
     root = Path(next(iter(spec.submodule_search_locations)))
     runtime = next(path for path in sorted(root.glob("*/lib/libcute_dsl_runtime.so")))
-    library()
+    replace_cuda()
     remember_frames()
     os.environ.update(
         CUTE_DSL_ARCH=arch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ptx_emulator.attention_case import compare_attention
 from ptx_emulator.launch import EmulationError, Options
 from ptx_emulator.official import (
     LSE_TOLERANCE,
@@ -13,7 +14,6 @@ from ptx_emulator.official import (
     Case,
     Official,
     Problem,
-    compare,
     make_problem,
 )
 from ptx_emulator.subjects import Outcome, Subject
@@ -60,7 +60,7 @@ def _run_subject(official: Official, problem: Problem, options: Options) -> Outc
         got = official.call(problem, replace(options, suppress=SUPPRESSIONS))
     except EmulationError as error:
         return Outcome(error.report)
-    out_error, lse_error = compare(got, problem.expected)
+    out_error, lse_error = compare_attention(got, problem.expected)
     wrong = {"O"} if not out_error <= OUT_TOLERANCE else set()
     wrong |= {"LSE"} if not lse_error <= LSE_TOLERANCE else set()
     return Outcome(official.report, frozenset(wrong))
