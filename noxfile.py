@@ -53,10 +53,10 @@ def install_wheel(session: nox.Session) -> None:
     """Build the wheel of this checkout and install it; a warm build takes two seconds, a stale wheel hides errors."""
     folder = Path(session.create_tmp()) / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    # run_install: also with --install-only, else there would be nothing to install.
+    # run_install: with --install-only too, else there would be nothing to install; with -R neither.
     session.run_install("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
-    (wheel,) = folder.glob("*.whl")
-    session.install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    for wheel in folder.glob("*.whl"):
+        session.install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
 
 
 @nox.session(reuse_venv=True)
