@@ -91,8 +91,9 @@ class Cta {
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
 
   // atomics.cpp
+  void reduce_global(u8* target, const u8* source, u32 bytes, u32 type, u32 op);
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
-  u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
+  u32 access_atomic(Warp& w, s32 space, const u64* addresses, u32 m, u32 bytes, u8** places);
 
   // barriers.cpp
   Mbarrier& barrier_at(u32 address, s32 pc, const View& view, s32 agent, bool async);
@@ -122,7 +123,6 @@ class Cta {
   void run_bulk(AsyncOp& op);
   void run_copy(AsyncOp& op);
   void finish_load(AsyncOp& op, u32 bytes);
-  void reduce_global(u8* target, const u8* source, u32 bytes, u32 type, u32 op);
   Actor async_actor(const AsyncOp& op) { return {op.agent, op.clock, &op.view, true, op.pc, index, false}; }
 
   // tensor.cpp
@@ -231,4 +231,15 @@ void check_aligned(u64 address, u32 bytes, s32 space, const char* what);  // mem
 TensorMap decode_tensor_map(const u64* words, u32 rank);
 inline u32 swizzle_address(u32 address, u32 mode) {
   return mode == 0 ? address : address ^ (((address >> 7) & ((1u << mode) - 1)) << 4);
+}
+// The accesses of neighbouring lanes to adjacent bytes as one.
+template <class Visit> void each_run(const u64* addresses, u32 m, u32 bytes, Visit visit) {
+  for (u32 lane = 0; lane < 32;) {
+    u32 end = lane + 1;
+    if (m >> lane & 1) {
+      while (end < 32 && (m >> end & 1) && addresses[end] == addresses[end - 1] + bytes) end++;
+      visit(addresses[lane], (end - lane) * bytes);
+    }
+    lane = end;
+  }
 }
