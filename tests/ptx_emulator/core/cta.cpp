@@ -49,11 +49,9 @@ void Cta::start(u32 linear_index) {
   shared_.assign(bytes, 0xCD);
   shared_init_.assign(bytes, 0);
   if (checks(CHECK_RACES)) shared_shadow_.reset(bytes);
-  if (checks(CHECK_LANES)) lane_cells_.assign(bytes / 4 + 1, LaneCell());
-  lane_byte_cells_.clear();
+  if (checks(CHECK_LANES)) lane_cells_.reserve(bytes / 4 + 1), lane_byte_cells_.reserve(bytes + 4);
+  tmem_.reserve(TMEM_LANES * TMEM_COLUMNS), tmem_init_.reserve(TMEM_LANES * TMEM_COLUMNS);  // filled when allocated
   if (tmem_dirty_) {
-    tmem_.assign(TMEM_LANES * TMEM_COLUMNS, 0x7fffbad0u);
-    tmem_init_.assign(TMEM_LANES * TMEM_COLUMNS, 0);
     tmem_cells_.clear();
     tmem_cells_.resize(4 * TMEM_COLUMNS);
   }
@@ -77,11 +75,15 @@ void Cta::start(u32 linear_index) {
   register_file_.resize((size_t)warps_count * program.register_bytes + 128, 0xA5);
   predicate_file_.assign((size_t)warps_count * (program.predicates + 1), 0);
   u8* file = register_file_.data() + (128 - (size_t)register_file_.data() % 128) % 128;
+  // Later than any epoch of an earlier CTA, whose cells are still there.
+  u32 epoch = 0;
+  for (const Warp& w : warps) epoch = std::max(epoch, w.lane_epoch);
   warps.clear();
   warps.resize(warps_count);
   for (u32 id = 0; id < warps_count; id++) {
     Warp& w = warps[id];
     w.id = id;
+    w.lane_epoch = epoch + 1;
     w.registers = file + (size_t)id * program.register_bytes;
     w.predicates = predicate_file_.data() + (size_t)id * (program.predicates + 1);
     u32 here = std::min(32u, threads - id * 32);

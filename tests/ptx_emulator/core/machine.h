@@ -27,9 +27,9 @@ class Cta {
   // Memory.
   std::vector<u8> shared_, shared_init_;
   Shadow shared_shadow_;
-  std::vector<LaneCell> lane_cells_, lane_byte_cells_;  // the second is empty until a word is split
-  std::vector<u32> tmem_;
-  std::vector<u8> tmem_init_;
+  LazyArray<LaneCell> lane_cells_, lane_byte_cells_;  // by word; by byte, for words that are split
+  LazyArray<u32> tmem_;
+  LazyArray<u8> tmem_init_;
   std::vector<TmemCell> tmem_cells_;
   enum : u8 { FREE, ALLOCATED, RELEASED };
   std::vector<u8> column_state_;

@@ -54,7 +54,6 @@ void Cta::check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* writt
       at += 4;
       continue;
     }
-    if (lane_byte_cells_.empty()) lane_byte_cells_.resize(lane_cells_.size() * 4);
     if (!word.split) {
       std::fill_n(&lane_byte_cells_[at / 4 * 4], 4, word);
       word.split = true;

@@ -149,8 +149,8 @@ struct TmemCell {
 // Who of a warp last touched a word of shared memory, and in which of its epochs; a word that was accessed by halves or
 // bytes has a cell for each byte.
 struct LaneCell {
-  u32 write_epoch = 0, read_epoch = 0, read_lanes = 0;
-  s32 write_pc = 0, read_pc = 0;
-  u8 write_warp = 0, write_lane = 0, read_warp = 0;
-  bool split = false;
+  u32 write_epoch, read_epoch, read_lanes;
+  s32 write_pc, read_pc;
+  u8 write_warp, write_lane, read_warp;
+  bool split;
 };
