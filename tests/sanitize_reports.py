@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msa_vendored
 
+PACKAGE = Path(msa_vendored.__file__).resolve().parent
+
 HANDED_OVER = {
     ("forward_main.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
     ("forward_main.py", "publish_queries"): "queries of a tile, for the consumers",
     ("forward_main.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
-    ("sm90_load.py", "load_statistics"): "place and flags of a task, for the consumers",
+    ("sm90_load.py", "load_places"): "place and flags of a task, for the consumers",
     ("sm90_load.py", "load_token_rows"): "token rows of a task, for the consumers",
     ("sm90_load.py", "load_rows"): "lse and delta of a task, for the consumers",
 }
@@ -40,9 +42,8 @@ class Access:
 @cache
 def find_function(file: str, line: int) -> str:
     """Innermost function of one of our kernel files that a line lies in; empty if there is none."""
-    package = Path(msa_vendored.__file__).resolve().parent
     found: list[tuple[int, str]] = []
-    for path in [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]:
+    for path in [*PACKAGE.glob(f"hopper/{file}"), *PACKAGE.glob(f"backward/{file}")]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
         found += [(f.lineno, f.name) for f in functions if f.lineno <= line <= (f.end_lineno or 0)]

@@ -20,7 +20,7 @@ from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
 from msa_vendored.bench.implementations import OURS, Peer, Prepared, list_implementations
 from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
-from msa_vendored.bench.timing import Timing
+from msa_vendored.bench.timing import LEAST_CALLS, Timing, time_calls
 from msa_vendored.bench.workload import Case, Operands
 
 CPU = torch.device("cpu")
@@ -204,6 +204,9 @@ def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
         runner.Row("p", selection, 9, 3, "msa_vendored", False, "forward", Timing(2.0, 2.0, 2.0, 20), status=status)
         for selection, status in (("random", "ok"), ("random", "wrong"), ("mixed", "ok"))
     ]
+    alone = replace(packs[0], case="pack 1: 1 document, 9 tokens", documents=1)
+    assert plots.select_packs([alone], "forward") == [alone]
+    assert plots.select_rows([alone], "forward") == []
     assert plots.select_packs(packs, "forward") == packs[:1]
     plots.save_plots(replace(found, rows=(*found.rows, *packs)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
@@ -288,3 +291,18 @@ def test_names_choose_implementations() -> None:
     assert [peer.name for peer in cli.choose_implementations(["msa_vendored"], ["reference"])] == ["msa_vendored"]
     with pytest.raises(BenchArgumentError, match="no such implementation"):
         cli.choose_implementations(["flsh"])
+
+
+@pytest.mark.gpu
+def test_a_slow_part_makes_fewer_calls() -> None:
+    """Guards minutes for one peer, and a median of fewer calls that does not say so."""
+
+    def wait() -> None:
+        torch.cuda._sleep(50_000_000)  # 25 to 50 ms
+
+    slow = time_calls([wait, wait], budget_s=0.2)
+    assert LEAST_CALLS <= slow.calls < 20
+    assert 10 < slow.median_ms < 200
+    assert time_calls([wait], budget_s=1e-3).calls == LEAST_CALLS
+    assert time_calls([lambda: None], budget_s=0.2).calls == 20
+    assert "(of" in report.format_median(slow, "30")

@@ -53,8 +53,7 @@ def race(first: tuple[str, str, str], *others: tuple[str, str, str]) -> str:
     """A report in racecheck's words; a place is a kind of access, a file and a name of a function in it."""
 
     def place(kind: str, file: str, function: str) -> str:
-        package = driver.Path(driver.msa_vendored.__file__).parent
-        (path,) = [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]
+        (path,) = [*reports.PACKAGE.glob(f"hopper/{file}"), *reports.PACKAGE.glob(f"backward/{file}")]
         text = path.read_text(encoding="utf-8")
         line = text[: text.index(f"def {function}(")].count("\n") + 2
         return f"{kind} access at kernel_cutlass_kernel_x_0+0x850 in {file}:{line}"
@@ -90,7 +89,6 @@ def test_only_what_a_lane_announces_for_its_warp_is_excused(accesses: list[tuple
 
 def test_what_is_excused_exists() -> None:
     """Guards an excuse that outlives its function and then covers another of that name."""
-    package = driver.Path(driver.msa_vendored.__file__).parent
     for file, function in reports.HANDED_OVER:
-        (path,) = [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]
+        (path,) = [*reports.PACKAGE.glob(f"hopper/{file}"), *reports.PACKAGE.glob(f"backward/{file}")]
         assert f"def {function}(" in path.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from msa_vendored.bench.implementations import OURS
-from msa_vendored.bench.report import MAIN_PARTS, describe_run, format_median
+from msa_vendored.bench.report import MAIN_PARTS, describe_run, format_median, is_pack
 from msa_vendored.bench.runner import Report, Row
 
 CaseKey = tuple[str, str]
@@ -15,7 +15,7 @@ CaseKey = tuple[str, str]
 def format_markdown(report: Report) -> str:
     """Milliseconds of forward and backward, single documents and then packs; then those of our other parts; the run."""
     rows = [row for row in report.rows if row.status not in ("absent", "skipped")]
-    single, packed = ([row for row in rows if (row.documents > 1) == packs] for packs in (False, True))
+    single, packed = ([row for row in rows if is_pack(row) == packs] for packs in (False, True))
     tables = [format_launchers(single), format_launchers(packed, transposed=True), format_others(rows)]
     first = next((row.selection for row in rows), "")
     said = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msa_vendored.bench.errors import PeerMissingError
-from msa_vendored.bench.report import MAIN_PARTS
+from msa_vendored.bench.report import MAIN_PARTS, is_pack
 from msa_vendored.bench.runner import Report, Row
 from msa_vendored.bench.workload import HEAD_DIM, KEY_HEADS, QUERY_HEADS
 
@@ -58,13 +58,13 @@ def select_rows(rows: Iterable[Row], part: str) -> list[Row]:
     return [
         row
         for row in rows
-        if row.part == part and row.timing and row.status == "ok" and row.documents == 1 and row.selection == "random"
+        if row.part == part and row.timing and row.status == "ok" and not is_pack(row) and row.selection == "random"
     ]
 
 
 def select_packs(rows: Iterable[Row], part: str) -> list[Row]:
-    """Right results of one part on several documents with the first selection."""
-    found = [row for row in rows if row.documents > 1 and row.timing and row.status == "ok" and row.part == part]
+    """Right results of one part on packs with the first selection."""
+    found = [row for row in rows if is_pack(row) and row.timing and row.status == "ok" and row.part == part]
     return [row for row in found if row.selection == found[0].selection]
 
 

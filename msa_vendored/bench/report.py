@@ -10,6 +10,7 @@ from rich.table import Table
 
 from msa_vendored.bench.runner import Report, Row
 from msa_vendored.bench.timing import QUOTABLE_CALLS, Timing
+from msa_vendored.bench.workload import PACK_PREFIX
 
 MAIN_PARTS = ("forward", "backward")
 BASELINE = "FlashAttention-4 dense"
@@ -67,6 +68,11 @@ def format_row(row: Row, baseline: dict[str, float]) -> list[str]:
         f"{error} WRONG" if row.status == "wrong" else error,
         row.note if row.part == "forward" else "",
     ]
+
+
+def is_pack(row: Row) -> bool:
+    """Whether the case is a pack, rather than a document of a round length."""
+    return row.documents > 1 or row.case.startswith(PACK_PREFIX)
 
 
 def format_median(timing: Timing, text: str) -> str:

@@ -22,6 +22,9 @@ SELECTIONS = ("random", "mixed")
 NEAREST = 8
 """Blocks that the selection "mixed" always takes at the end: a query's own and the seven before it."""
 
+PACK_PREFIX = "pack "
+"""How names of packs from a file begin, of whose documents perhaps only one fits."""
+
 _SCORE_BUDGET = 1 << 27
 """Random scores drawn at a time for a selection: 512 MiB of float32."""
 
@@ -205,7 +208,7 @@ def _read_pack(line: str, where: str, limit: int | None) -> Case:
     if not lengths:
         raise BenchArgumentError("no document of a pack fits", where=where, expected=f"at most {limit} tokens")
     documents = f"{len(lengths)} document{'s'[: len(lengths) > 1]}"
-    return Case(f"pack {name}: {documents}, {sum(lengths):,} tokens", lengths)
+    return Case(f"{PACK_PREFIX}{name}: {documents}, {sum(lengths):,} tokens", lengths)
 
 
 def fit_lengths(lengths: Sequence[int], limit: int | None) -> tuple[int, ...]:
