@@ -1,4 +1,4 @@
-"""The bound behind fp16 sums of dQ, and which architecture has them. The stages themselves: ``test_backward_stages``."""
+"""The bound behind fp16 sums of dQ, and who has them. For the stages themselves see ``test_backward_stages``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def launch_delta(out: cute.Tensor, grad_out: cute.Tensor, delta: cute.Tensor, st
 
 
 @cute.jit
-def launch_zeroing(out: cute.Tensor, grad_out: cute.Tensor, delta: cute.Tensor, zeros: cute.Tensor, stream: Any) -> None:
+def launch_zeroing(
+    out: cute.Tensor, grad_out: cute.Tensor, delta: cute.Tensor, zeros: cute.Tensor, stream: Any
+) -> None:
     """As :func:`launch_delta`, and zeroes ``[T, Hq, 128]``."""
     launch_rows(out, grad_out, delta, zeros.iterator, None, stream)
 
@@ -75,11 +77,10 @@ def sum_rows(
         offset = Int64(cutlass.min(first + i, rows - 1)) * HEAD_DIM + lane * VALUES_PER_LANE
         offset = cute.assume(offset, divby=VALUES_PER_LANE)
         factors.append((_load_values(out + offset), _load_values(grad_out + offset)))
-        if cutlass.const_expr(zeros is not None):
-            if first + i < rows:
-                octet = cute.make_rmem_tensor(VALUES_PER_LANE, BFloat16)
-                octet.fill(BFloat16(0))
-                cute.make_tensor(zeros + offset, cute.make_layout(VALUES_PER_LANE)).store(octet.load())
+        if cutlass.const_expr(zeros is not None) and first + i < rows:
+            octet = cute.make_rmem_tensor(VALUES_PER_LANE, BFloat16)
+            octet.fill(BFloat16(0))
+            cute.make_tensor(zeros + offset, cute.make_layout(VALUES_PER_LANE)).store(octet.load())
     mine, norm = Float32(0), Float32(0)
     for i in cutlass.range_constexpr(ROWS_PER_GROUP):
         a, b = factors[i]

@@ -103,7 +103,7 @@ class LoadSm90(StructureSm90):
                 count += 1
 
     def partition_rows(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
-        """TMA views of Q or dO: shared (box, its number, column half, stage), global (box, heads, column half, token)."""
+        """TMA views of Q or dO: shared (box, number, column half, stage), global (box, heads, column half, token)."""
         halves = 1 if self.wide else 2
         inner = (64, self.box_heads, 2 // halves, 1)
         layout = cute.make_layout(
