@@ -4,13 +4,15 @@ A persistent CTA takes segments (:mod:`msa_vendored.hopper.segments`) from a cou
 stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times the
 heads of the group, gathered by tensor copies of one query each. Roles, in warpgroups of 128 threads:
 
-- 0: warp 0 takes segments and issues all copies; warp 1 clears rows of V past the end of a document, where the next
-  document's values may be infinite or NaN, and 0 * NaN would spread; warps 2 and 3 leave.
-- 1, 2, 3: each takes every third tile: S = Q K^T (64 x 128), softmax within the block, O = P V with P as register
-  operand, then the normalised O as bf16 and its LSE straight from registers to device memory. The warpgroups are
-  independent, so that the tensor cores work for one while the others are in softmax and stores.
+- 0, 1, 2: each takes every third tile: S = Q K^T (64 x 128), softmax within the block, O = P V with P as register
+  operand, then the normalised O as bf16 into the place of its Q. The warpgroups are independent, so that the tensor
+  cores work for one while the others are in softmax.
+- 3: warp 0 takes segments and issues all copies to shared memory; warp 1 clears rows of V past the end of a document,
+  where the next document's values may be infinite or NaN, and 0 * NaN would spread; warp 2 issues the copies of O to
+  device memory, one of 4 KB for each query at 16 heads. Consumers that stored O themselves waited for memory for a
+  third of their time.
 
-Registers: 160 a consumer thread (S 64, then P 32 and O 64), 32 a producer thread.
+128 registers a thread suffice, since O takes over the registers of S.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ ROWS = 64
 Q_STAGES = 6
 KV_STAGES = 2
 CONSUMERS = 3
-THREADS = 128 * CONSUMERS + 64
-LOADER, CLEANER = 4 * CONSUMERS, 4 * CONSUMERS + 1
+LOADER, CLEANER, STORER = 4 * CONSUMERS, 4 * CONSUMERS + 1, 4 * CONSUMERS + 2
+THREADS = 32 * (STORER + 1)
 KV_BYTES = 2 * BLOCK * HEAD_DIM * 2
 
 
@@ -51,6 +53,10 @@ class ForwardMain:
         self.q_bytes = self.queries * ratio * HEAD_DIM * 2
         # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
         self.batch = max(1, 32 // self.queries)
+        # A box of Q is [column, head, half, head group] of one query. If its heads are whole groups of 8 rows, in which
+        # wgmma counts, one box has both halves of the columns; else there is a box for each half.
+        self.boxes = 1 if ratio % 8 == 0 else 2
+        self.box = (64, 8, 2, ratio // 8) if self.boxes == 1 else (64, ratio, 1, 1)
         self.words = -(-self.batch * self.queries // 32)
 
     @cute.jit
@@ -72,16 +78,26 @@ class ForwardMain:
     ) -> None:
         """Launch ``ctas`` persistent CTAs over the segments of one chunk; the partials begin with ``first_token``."""
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_layout = cute.tile_to_shape(swizzled, (ROWS, HEAD_DIM, Q_STAGES), order=(0, 1, 2))
         kv_layout = cute.tile_to_shape(swizzled, (BLOCK, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
-        # One query is `ratio` rows of the tile: two boxes of ratio x 64, since a box row is one swizzle span.
-        box_layout = cute.make_composed_layout(q_layout.inner, 0, cute.make_layout((self.ratio, 64), stride=(64, 1)))
+        # Distances of groups of 8 rows and of halves in a tile of Q: a row of a box is one swizzle span of 64 columns.
+        group, half = (1024, 512) if self.boxes == 1 else (512, ROWS * 64)
+        q_tile = cute.make_layout(((8, ROWS // 8), (64, 2), Q_STAGES), stride=((64, group), (1, half), ROWS * HEAD_DIM))
+        q_layout = cute.make_composed_layout(swizzled.inner, 0, q_tile)
+        box = cute.make_layout(self.box, stride=(1, 64, half, group))
+        box_layout = cute.make_composed_layout(swizzled.inner, 0, box)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        q_heads = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
+        heads = self.box[1]
+        q_boxes = cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (64, heads, 2, q.shape[1] // heads, q.shape[0]),
+                stride=(1, HEAD_DIM, 64, heads * HEAD_DIM, q.shape[1] * HEAD_DIM),
+            ),
+        )
         k_rows = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[0, 2, 1]))
         v_rows = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[0, 2, 1]))
         kv_box = cute.select(kv_layout, mode=[0, 1])
-        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_heads, box_layout, (self.ratio, 64))
+        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_boxes, box_layout, self.box)
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k_rows, kv_box, (BLOCK, HEAD_DIM))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v_rows, kv_box, (BLOCK, HEAD_DIM))
         qk_mma = sm90.make_trivial_tiled_mma(
@@ -123,22 +139,25 @@ class ForwardMain:
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.utils.SmemAllocator()
         # 96 KB of Q, 64 KB each of K and V, and a little bookkeeping.
-        q_smem = smem.allocate_tensor(BFloat16, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
+        tiles = smem.allocate_tensor(BFloat16, cute.make_layout((ROWS * HEAD_DIM, Q_STAGES)), byte_alignment=1024)
+        q_smem = cute.make_tensor(cute.recast_ptr(tiles.iterator, q_layout.inner, dtype=BFloat16), q_layout.outer)
         k_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
         v_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
-        barriers = smem.allocate_array(Int64, 2 * Q_STAGES + 3 * KV_STAGES)
+        barriers = smem.allocate_array(Int64, 3 * Q_STAGES + 3 * KV_STAGES)
         info = smem.allocate_tensor(Int32, cute.make_layout((SEGMENT_FIELDS, KV_STAGES)), byte_alignment=8)
         meta = smem.allocate_tensor(Int32, cute.make_layout((self.queries + 1, Q_STAGES)), byte_alignment=8)
-        q_full, q_empty = barriers, barriers + Q_STAGES
-        kv_full, kv_empty = barriers + 2 * Q_STAGES, barriers + 2 * Q_STAGES + KV_STAGES
-        v_clean = barriers + 2 * Q_STAGES + 2 * KV_STAGES
+        # A stage of tiles goes from Q to O to empty, one of K and V from full to clean to empty.
+        q_full, o_full, q_empty = barriers, barriers + Q_STAGES, barriers + 2 * Q_STAGES
+        kv_full, kv_empty = barriers + 3 * Q_STAGES, barriers + 3 * Q_STAGES + KV_STAGES
+        v_clean = barriers + 3 * Q_STAGES + 2 * KV_STAGES
         if thread == 0:
             for i in cutlass.range_constexpr(Q_STAGES):
                 cute.arch.mbarrier_init(q_full + i, 1)
-                cute.arch.mbarrier_init(q_empty + i, 4)
+                cute.arch.mbarrier_init(o_full + i, 4)
+                cute.arch.mbarrier_init(q_empty + i, 1)
             for i in cutlass.range_constexpr(KV_STAGES):
                 cute.arch.mbarrier_init(kv_full + i, 1)
-                cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS)
+                cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS + 1)
                 cute.arch.mbarrier_init(v_clean + i, 1)
             cute.arch.mbarrier_init_fence()
         if thread < Q_STAGES:
@@ -154,10 +173,14 @@ class ForwardMain:
             )  # fmt: skip
         elif warp == CLEANER:
             self.clear_tails(v_smem, info, kv_full, v_clean)
+        elif warp == STORER:
+            self.store_tiles(
+                tiles, meta, info, o_full, q_empty, kv_full, kv_empty, partial_out, partial_lse.shape[1], first_token
+            )
         else:
             self.consume(
-                qk_mma, pv_mma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty, kv_full, kv_empty, v_clean,
-                partial_out, partial_lse, first_token, scale_log2,
+                qk_mma, pv_mma, tiles, q_smem, k_smem, v_smem, meta, info, q_full, o_full, kv_full, kv_empty, v_clean,
+                partial_lse, first_token, scale_log2,
             )  # fmt: skip
 
     @cute.jit
@@ -197,28 +220,30 @@ class ForwardMain:
     ) -> None:
         """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
         lane = cute.arch.lane_idx()
-        # [rows, 64, query, half, stage]: where the box of a query goes.
+        # [box, query, half, stage]: where the boxes of a query go.
+        group, half = (1024, 512) if const_expr(self.boxes == 1) else (0, ROWS * 64)
         q_boxes = cute.make_tensor(
             q_smem.iterator,
             cute.make_layout(
-                ((self.ratio, 64), self.queries, 2, Q_STAGES),
-                stride=((64, 1), self.ratio * 64, ROWS * 64, ROWS * HEAD_DIM),
+                (self.box, self.queries, self.boxes, Q_STAGES),
+                stride=((1, 64, half, group), self.ratio * HEAD_DIM // self.boxes, half, ROWS * HEAD_DIM),
             ),
         )
         written = counters[chunk, 0]
-        segment = self.take_segment(counters, chunk, lane)
+        segment = cute.arch.shuffle_sync(self.take_segment(counters, chunk, lane), 0)
+        next_field = self.read_segment(segments, chunk, segment, written, lane)
+        packed = self.read_queries(
+            qsplit_indices, cute.arch.shuffle_sync(next_field, 0), cute.arch.shuffle_sync(next_field, 1), lane
+        )
         kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         while segment < written:
-            field = Int32(0)
-            if lane < SEGMENT_FIELDS:
-                field = segments[chunk, segment, lane]
+            field = next_field
             entry = cute.arch.shuffle_sync(field, 0)
             count = cute.arch.shuffle_sync(field, 1)
             head = cute.arch.shuffle_sync(field, 2)
             key_row = cute.arch.shuffle_sync(field, 3)
             query_base = cute.arch.shuffle_sync(field, 5)
             following = self.take_segment(counters, chunk, lane)
-            packed = self.read_queries(qsplit_indices, entry, count, lane)
             cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
             if lane < SEGMENT_FIELDS:
                 info[lane, kv_stage] = field
@@ -230,9 +255,16 @@ class ForwardMain:
             kv_stage += 1
             if kv_stage == KV_STAGES:
                 kv_stage, kv_phase = Int32(0), kv_phase ^ 1
+            # The next segment is read while this one's tiles go out.
+            segment = cute.arch.shuffle_sync(following, 0)
+            next_field = self.read_segment(segments, chunk, segment, written, lane)
             while count > 0:
                 entry += self.batch * self.queries
-                upcoming = self.read_queries(qsplit_indices, entry, count - self.batch * self.queries, lane)
+                remaining = count - self.batch * self.queries
+                if remaining <= 0:
+                    entry = cute.arch.shuffle_sync(next_field, 0)
+                    remaining = cute.arch.shuffle_sync(next_field, 1)
+                upcoming = self.read_queries(qsplit_indices, entry, remaining, lane)
                 step = Int32(0)
                 while step < self.batch and count > 0:
                     cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
@@ -247,7 +279,6 @@ class ForwardMain:
                     step += 1
                 for i in cutlass.range_constexpr(self.words):
                     packed[i] = upcoming[i]
-            segment = following
         # A segment without queries tells the others to leave.
         cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
         if lane < SEGMENT_FIELDS:
@@ -258,13 +289,21 @@ class ForwardMain:
 
     @cute.jit
     def take_segment(self, counters: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The next segment of the chunk, for all lanes."""
+        """The next segment of the chunk, in lane 0; nothing waits for it yet."""
         segment = Int32(0)
         if lane == 0:
             segment = cute.arch.atomic_add(
                 counters.iterator + chunk * COUNTER_FIELDS + 1, Int32(1), sem="relaxed", scope="gpu"
             )
-        return cute.arch.shuffle_sync(segment, 0)
+        return segment
+
+    @cute.jit
+    def read_segment(self, segments: cute.Tensor, chunk: Int32, segment: Int32, written: Int32, lane: Int32) -> Int32:
+        """A field of a segment in each of the first lanes; 0 past the last one."""
+        field = Int32(0)
+        if lane < SEGMENT_FIELDS and segment < written:
+            field = segments[chunk, segment, lane]
+        return field
 
     @cute.jit
     def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
@@ -319,20 +358,21 @@ class ForwardMain:
         stage: Int32,
         barrier: cute.Pointer,
     ) -> None:
-        """One tile of Q: two boxes a query. Unused places load rows past the end of q, which come as zeros."""
-        # (ratio, 64) blocks of q: [(ratio, 64), head group, half, token]
-        tiled = cute.flat_divide(tma, (self.ratio, 64))
-        source_all = cute.group_modes(tiled, 0, 2)
+        """One tile of Q, query by query. Unused places load rows past the end of q, which come as zeros."""
+        # [box, 1, 1, half, head group, token]
+        source_all = cute.group_modes(cute.flat_divide(tma, self.box), 0, 4)
         target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), boxes, source_all)
-        tokens = cute.size(tma, mode=[2])
+        tokens = cute.size(tma, mode=[4])
         for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
             value = packed[0]
             if const_expr(self.words > 1):
                 value = packed[0] if i < 32 else packed[1]
             value = cute.arch.shuffle_sync(value, (step * self.queries + i) % 32)
             token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
-            for half in cutlass.range_constexpr(2):
-                cute.copy(atom, source[None, head, half, token], target[None, i, half, stage], tma_bar_ptr=barrier)
+            for half in cutlass.range_constexpr(self.boxes):
+                cute.copy(
+                    atom, source[None, 0, 0, half, head, token], target[None, i, half, stage], tma_bar_ptr=barrier
+                )
 
     @cute.jit
     def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
@@ -363,28 +403,89 @@ class ForwardMain:
                     stage, phase = Int32(0), phase ^ 1
 
     @cute.jit
+    def store_tiles(
+        self,
+        tiles: cute.Tensor,
+        meta: cute.Tensor,
+        info: cute.Tensor,
+        o_full: cute.Pointer,
+        q_empty: cute.Pointer,
+        kv_full: cute.Pointer,
+        kv_empty: cute.Pointer,
+        partial_out: cute.Tensor,
+        index_heads: Int32,
+        first_token: Int32,
+    ) -> None:
+        """Copy O of every tile to device memory, a query by each lane, and hand its stage to the loader."""
+        lane = cute.arch.lane_idx()
+        policy = cute.arch.inline_ptx(
+            "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64]
+        )
+        kv_stage, kv_phase, stage, phase, running = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
+        while running != 0:
+            cute.arch.mbarrier_wait(kv_full + kv_stage, kv_phase)
+            running = info[1, kv_stage]
+            if running != 0:
+                index_head = info[2, kv_stage]
+                base = info[5, kv_stage] - first_token
+                self.leave(kv_empty + kv_stage)
+                kv_stage += 1
+                if kv_stage == KV_STAGES:
+                    kv_stage, kv_phase = Int32(0), kv_phase ^ 1
+                left = running
+                while left > 0:
+                    cute.arch.mbarrier_wait(o_full + stage, phase)
+                    query = lane
+                    while query < self.queries:
+                        packed = meta[query, stage]
+                        if packed >= 0:
+                            token = base + (packed & QUERY_MASK)
+                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
+                            elements = self.ratio * HEAD_DIM
+                            store_bulk(
+                                partial_out.iterator + place * elements,
+                                tiles[None, stage].iterator + query * elements, 2 * elements, policy,
+                            )  # fmt: skip
+                        query += 32
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.leave(q_empty + stage)
+                    stage += 1
+                    if stage == Q_STAGES:
+                        stage, phase = Int32(0), phase ^ 1
+                    left -= self.queries
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def leave(self, barrier: cute.Pointer) -> None:
+        """One warp is through with a stage."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
     def consume(
         self,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
+        tiles: cute.Tensor,
         q_smem: cute.Tensor,
         k_smem: cute.Tensor,
         v_smem: cute.Tensor,
         meta: cute.Tensor,
         info: cute.Tensor,
         q_full: cute.Pointer,
-        q_empty: cute.Pointer,
+        o_full: cute.Pointer,
         kv_full: cute.Pointer,
         kv_empty: cute.Pointer,
         v_clean: cute.Pointer,
-        partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
         first_token: Int32,
         scale_log2: Float32,
     ) -> None:
         """One consumer warpgroup: every third tile of the CTA's sequence."""
         thread, _, _ = cute.arch.thread_idx()
-        group = thread // 128
+        group = cute.arch.make_warp_uniform(thread // 128)
         thread = thread % 128
         lane = thread % 32
         qk = qk_mma.get_slice(thread)
@@ -407,10 +508,10 @@ class ForwardMain:
                 keys = info[4, kv_stage]
                 query_base = info[5, kv_stage]
                 shift = info[6, kv_stage]
-                index_heads = self.index_heads(partial_out, partial_lse)
-                tiles = (running + self.queries - 1) // self.queries
+                index_heads = partial_lse.shape[1]
+                tile_count = (running + self.queries - 1) // self.queries
                 cute.arch.mbarrier_wait(v_clean + kv_stage, kv_phase)
-                while ahead < tiles:
+                while ahead < tile_count:
                     cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
                     packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
                     packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
@@ -421,35 +522,33 @@ class ForwardMain:
                     # O takes the registers of S, of the same shape: ptxas would give it 64 others.
                     o = s
                     self.multiply(qk_mma, s, s_q[None, None, None, q_stage], s_k[None, None, None, kv_stage])
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(q_empty + q_stage)
-                    q_stage += CONSUMERS
-                    if q_stage >= Q_STAGES:
-                        q_stage, q_phase = q_stage - Q_STAGES, q_phase ^ 1
                     limit_0 = cutlass.min((packed_0 & QUERY_MASK) + shift, keys - 1)
                     limit_1 = cutlass.min((packed_1 & QUERY_MASK) + shift, keys - 1)
                     sums = self.softmax(s, p, limit_0, limit_1, lane, scale_log2)
                     self.multiply(pv_mma, o, p, o_v[None, None, None, kv_stage])
+                    # O takes the place of Q, which all warps of the group have used.
+                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
                     for half in cutlass.range_constexpr(2):
                         packed = packed_1 if half else packed_0
                         if packed >= 0:
                             token = query_base + (packed & QUERY_MASK) - first_token
                             place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
                             head = (row + 8 * half) % self.ratio
-                            self.store_row(o, partial_out, partial_lse, half, place, head, lane % 4, sums)
+                            query = (row + 8 * half) // self.ratio
+                            self.store_row(
+                                o, tiles[None, q_stage], partial_lse, half, query, place, head, lane % 4, sums
+                            )
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.leave(o_full + q_stage)
+                    q_stage += CONSUMERS
+                    if q_stage >= Q_STAGES:
+                        q_stage, q_phase = q_stage - Q_STAGES, q_phase ^ 1
                     ahead += CONSUMERS
-                ahead -= tiles
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(kv_empty + kv_stage)
+                ahead -= tile_count
+                self.leave(kv_empty + kv_stage)
                 kv_stage += 1
                 if kv_stage == KV_STAGES:
                     kv_stage, kv_phase = Int32(0), kv_phase ^ 1
-
-    def index_heads(self, partial_out: cute.Tensor, partial_lse: cute.Tensor) -> Any:
-        """Index heads, the middle extent of ``partial_lse`` ``[tokens, Hkv, topk * ratio]``."""
-        return partial_lse.shape[1]
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, target: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
@@ -482,10 +581,11 @@ class ForwardMain:
         sums = cute.make_rmem_tensor((2, 2), Float32)
         packed = cute.make_tensor(p.iterator, cute.make_layout(ROWS))
         for half in cutlass.range_constexpr(2):
-            peak = values[2 * half]
-            for i in cutlass.range_constexpr(ROWS):
-                if const_expr(i // 2 % 2 == half):
-                    peak = cute.arch.fmax(peak, values[i])
+            # Four maxima side by side: each depends on the last one of its own only.
+            peaks = [values[2 * half + 4 * (i // 2) + i % 2] for i in range(4)]
+            for i in cutlass.range_constexpr(4, ROWS // 2):
+                peaks[i % 4] = cute.arch.fmax(peaks[i % 4], values[2 * half + 4 * (i // 2) + i % 2])
+            peak = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
             # A row that sees no key: any finite maximum gives P = 0 and the sum 0.
@@ -506,15 +606,16 @@ class ForwardMain:
     def store_row(
         self,
         o: cute.Tensor,
-        partial_out: cute.Tensor,
+        tile: cute.Tensor,
         partial_lse: cute.Tensor,
         half: cutlass.Constexpr[int],
+        query: Int32,
         place: Int64,
         head: Int32,
         quad_lane: Int32,
         sums: cute.Tensor,
     ) -> None:
-        """One row of O, normalised, as four pieces of 16 bytes, and its LSE in base 2."""
+        """One row of O, normalised, to the query's part of ``tile``, four pieces of 16 bytes, and its LSE in base 2."""
         values = cute.make_tensor(o.iterator, cute.make_layout(ROWS))
         total = sums[half, 0]
         inverse = 1.0 / total if total > 0.0 else Float32(0.0)
@@ -524,12 +625,22 @@ class ForwardMain:
             for i in cutlass.range_constexpr(8):
                 scaled[i] = values[4 * (4 * group + i // 2) + 2 * half + i % 2] * inverse
             piece.store(scaled.load().to(BFloat16))
-            offset = ((place * 4 + group) * self.ratio + head) * 32 + quad_lane * 8
-            target = cute.make_tensor(partial_out.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
+            # 512 contiguous bytes a warp: no bank conflicts.
+            offset = ((query * 4 + group) * self.ratio + head) * 32 + quad_lane * 8
+            target = cute.make_tensor(tile.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
             cute.autovec_copy(piece, target)
         if quad_lane == 0:
             slot = cute.make_tensor(partial_lse.iterator + (place * self.ratio + head), cute.make_layout(1))
             slot[0] = sums[half, 1] + cute.math.log2(total, fastmath=False)
+
+
+@cute.jit
+def store_bulk(target: cute.Pointer, source: cute.Pointer, size_bytes: int, policy: Int64) -> None:
+    """Linear copy from shared to device memory, in the bulk group of this thread; all multiples of 16 bytes."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [{$r0}], [{$r1}], {$r2}, {$r3};",
+        read_only_args=[Int64(target.toint()), Int32(source.toint()), Int32(size_bytes), policy],
+    )
 
 
 def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
