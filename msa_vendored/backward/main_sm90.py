@@ -87,9 +87,9 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         return cute.make_tiled_mma(operation)
 
     def _token_box(self) -> Any:
-        """Shared-memory layout of one TMA box: (64 columns, up to 8 heads, column halves, 1)."""
+        """Shared-memory layout of one TMA box: (64 columns, ratio rows, column halves, 1)."""
         halves = 2 if self.wide else 1
-        inner = cute.make_layout((64, self.box_heads, halves, 1), stride=(1, 64, self.column_stride, 0))
+        inner = cute.make_layout((64, self.ratio, halves, 1), stride=(1, 64, self.column_stride, 0))
         return cute.make_composed_layout(cute.make_swizzle(*SWIZZLE_128B), 0, inner)
 
     def _tma(self, tensor: Any, box: Any, shape: tuple[int, ...], operation: Any = None) -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             q, k, v, grad_out, lse, delta, task_meta, task_qrows, task_qpos, cu_seqlens, document_workspace_starts,
             descriptor, dq_sum, dk_sum, dv_sum,
         ) = tensors  # fmt: skip
-        row_shape = (64, self.box_heads, 2 if self.wide else 1, 1)
+        row_shape = (64, self.ratio, 2 if self.wide else 1, 1)
         rows = [self._split_columns(tensor) for tensor in (q, grad_out)]
         (q_atom, q_map), (do_atom, do_map) = [self._tma(t, self._token_box(), row_shape) for t in rows]
         key_box = cute.make_composed_layout(
@@ -217,9 +217,9 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, stages * ROWS * 2], 16]
             info: cute.struct.Align[cute.struct.MemRange[Int32, info_words], 16]
             exponents: cute.struct.MemRange[Uint8, exponent_bytes]
-            full: cute.struct.MemRange[Int64, stages * 2]
+            full: cute.struct.MemRange[Int64, stages]
             ready: cute.struct.MemRange[Int64, stages]
-            empty: cute.struct.MemRange[Int64, stages * 2]
+            empty: cute.struct.MemRange[Int64, stages]
             kv_full: cute.struct.MemRange[Int64, 1]
             kv_empty: cute.struct.MemRange[Int64, 1]
 
@@ -258,10 +258,9 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         if warp == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(shared.ready.data_ptr() + stage, 3)
-                for half in cutlass.range_constexpr(2 * STAGES):
-                    cute.arch.mbarrier_init(shared.full.data_ptr() + half, 1)
-                    cute.arch.mbarrier_init(shared.empty.data_ptr() + half, CONSUMERS // 32)
+                    cute.arch.mbarrier_init(shared.empty.data_ptr() + stage, CONSUMERS // 32)
                 cute.arch.mbarrier_init(shared.kv_full.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.kv_empty.data_ptr(), CONSUMERS // 32)
         cute.arch.mbarrier_init_fence()
@@ -323,9 +322,9 @@ class MainBackwardSm90(LoadSm90, AddSm90):
                     if info[3] < KEYS:
                         self.clean_keys(shared, info[3], thread, group)
                     segment += 1
+                cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
                 self.process_task(
-                    shared, mmas[:3], dk, dv, info, task_qrows, flags, last_flags, stage, phase, thread, group,
-                    softmax_scale,
+                    shared, mmas[:3], dk, dv, info, task_qrows, flags, last_flags, stage, thread, group, softmax_scale,
                 )  # fmt: skip
                 self.add_dq(shared, mma_q, dq_atom, s_dq, g_dq, info, task_qrows, flags, stage, thread, group)
                 if cutlass.const_expr(self.wants_dkv) and flags & LAST:
@@ -370,7 +369,6 @@ class MainBackwardSm90(LoadSm90, AddSm90):
         flags: Int32,
         last_flags: Int32,
         stage: Int32,
-        phase: Int32,
         thread: Int32,
         group: Int32,
         softmax_scale: Float32,
@@ -397,7 +395,6 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             do_rows = self.rows_tensor(shared.do.data_ptr(), half, stage, columns_first=False)
             s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
             dp = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, HALF)), Float32)
-            cute.arch.mbarrier_wait(shared.full.data_ptr() + (2 * stage + half), phase)
             warpgroup.fence()
             multiply(mma_s, s, mma_s.make_fragment_A(thr_s.partition_A(s_k)),
                      mma_s.make_fragment_B(thr_s.partition_B(q_rows)), accumulate=False)  # fmt: skip
@@ -457,10 +454,8 @@ class MainBackwardSm90(LoadSm90, AddSm90):
             multiply(mma_kv, dv, p_half, mma_kv.make_fragment_B(thr_kv.partition_B(do_columns)), accumulate=True)
             multiply(mma_kv, dk, ds_half, mma_kv.make_fragment_B(thr_kv.partition_B(q_columns)), accumulate=True)
         warpgroup.commit_group()
-        # dV and dK of half 0 have read its rows, and its dS, over which warpgroup 1 writes dQ.
+        # dK of half 0 has read its dS, over which warpgroup 1 writes dQ.
         warpgroup.wait_group(1)
-        if not flags & LAST:
-            self.release_half(shared, stage, 0)
         if group == 1:
             cute.arch.barrier_arrive(barrier_id=BARRIER_DS, number_of_threads=CONSUMERS)
 

@@ -61,15 +61,8 @@ class AddSm90(StructureSm90):
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS + 2 + group, number_of_threads=CONSUMERS)
         if last_flags & LAST:
-            self.release_half(shared, stage ^ 1, 0)
-            self.release_half(shared, stage ^ 1, 1)
-
-    @cute.jit
-    def release_half(self, shared: Any, stage: Int32, half: cutlass.Constexpr) -> None:
-        """This warp needs a half of the rows of Q and dO no longer."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.empty.data_ptr() + (2 * stage + half))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + (stage ^ 1))
 
     @cute.jit
     def add_dq(
@@ -97,7 +90,9 @@ class AddSm90(StructureSm90):
         factors = self.load_factors(shared, stage, group * HALF + warp * 16 + lane // 4)
         warpgroup.wait_group(0)
         if not flags & LAST:
-            self.release_half(shared, stage, 1)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
         thr = mma_q.get_slice(thread)
         ds = cute.make_tensor(
             swizzled(shared.ds.data_ptr() + group * (KEYS * 64)), cute.make_layout((HALF, KEYS), stride=(1, 64))

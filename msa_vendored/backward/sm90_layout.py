@@ -51,14 +51,12 @@ class StructureSm90:
         self.sum_bytes = 4 if self.fp32_sum else 2
         # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
         self.sum_width = 128 // self.sum_bytes
-        # A TMA box brings up to 8 heads of a token: with 8 or 16 of them both 64-column halves, [2][8][64] elements. 16
-        # heads are two boxes, one in each half of the folded rows.
-        self.wide, self.box_heads = ratio >= 8, min(ratio, 8)
-        self.boxes, self.half_slots = ROWS // self.box_heads, min(self.slots, HALF // self.box_heads)
-        self.group_stride = 8 * HEAD_DIM if self.wide else 8 * 64
-        self.half_offset = 8 * self.group_stride
-        self.column_stride = 8 * 64 if self.wide else ROWS * 64
-        self.box_stride = self.box_heads * (HEAD_DIM if self.wide else 64)
+        # With 8 or 16 heads one TMA box brings both 64-column halves of a token: [2][ratio][64] elements.
+        self.wide = ratio >= 8
+        self.group_stride = ratio * HEAD_DIM if self.wide else 8 * 64
+        self.half_offset = 8 * 64 if ratio == 16 else 8 * self.group_stride
+        self.column_stride = ratio * 64 if self.wide else ROWS * 64
+        self.slot_stride = ratio * HEAD_DIM if self.wide else ratio * 64
         # 128 token rows of one head do not fit in shared memory; they are then read from the table again.
         self.rows_shared = ratio > 1
         self.info_words = PLACE + (self.slots if self.rows_shared else 0)

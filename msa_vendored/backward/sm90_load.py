@@ -73,25 +73,20 @@ class LoadSm90(StructureSm90):
             for task in cutlass.range(begin, end, 1, unroll=1):
                 head, block = task_meta[task, 1], task_meta[task, 2]
                 stage, phase = count % STAGES, (count // STAGES) % 2
-                for half in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(empty + (2 * stage + half), phase ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + (2 * stage + half), TILE_BYTES)
-                    bar = full + (2 * stage + half)
-                    begin_slot = 0 if self.ratio == 16 else half * self.half_slots
-                    end_slot = begin_slot + self.half_slots
-                    group = head * 2 + half if self.ratio == 16 else head
-                    for base in cutlass.range_constexpr(begin_slot, end_slot, 32):
-                        row = Int32(-1)
-                        if base + lane < end_slot:
-                            row = task_qrows[task, base + lane]
-                        for slot in cutlass.range_constexpr(base, min(base + 32, end_slot)):
-                            token = cute.arch.shuffle_sync(row, slot - base)
-                            box = half * self.half_slots + slot if self.ratio == 16 else slot
-                            for columns in cutlass.range_constexpr(1 if self.wide else 2):
-                                source, target = (None, group, columns, token), (None, box, columns, stage)
-                                cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=bar, cache_policy=keep)
-                                cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=bar, cache_policy=keep)
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * TILE_BYTES)
+                for base in cutlass.range_constexpr(0, self.slots, 32):
+                    row = Int32(-1)
+                    if base + lane < self.slots:
+                        row = task_qrows[task, base + lane]
+                    for slot in cutlass.range_constexpr(base, min(base + 32, self.slots)):
+                        token = cute.arch.shuffle_sync(row, slot - base)
+                        for half in cutlass.range_constexpr(1 if self.wide else 2):
+                            source = (None, head, half, token)
+                            target = (None, slot, half, stage)
+                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage, cache_policy=keep)
+                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage, cache_policy=keep)
                 if task == begin or head != loaded_head or block != loaded_block:
                     loaded_head, loaded_block = head, block
                     cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
@@ -103,12 +98,12 @@ class LoadSm90(StructureSm90):
                 count += 1
 
     def partition_rows(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
-        """TMA views of Q or dO: shared (box, number, column half, stage), global (box, heads, column half, token)."""
+        """TMA views of Q or dO: shared (box, slot, column half, stage), global (box, kv head, column half, token)."""
         halves = 1 if self.wide else 2
-        inner = (64, self.box_heads, 2 // halves, 1)
+        inner = (64, self.ratio, 2 // halves, 1)
         layout = cute.make_layout(
-            (inner, self.boxes, halves, STAGES),
-            stride=((1, 64, self.column_stride, 0), self.box_stride, self.column_stride, ROWS * HEAD_DIM),
+            (inner, self.slots, halves, STAGES),
+            stride=((1, 64, self.column_stride, 0), self.slot_stride, self.column_stride, ROWS * HEAD_DIM),
         )
         tiles = cute.local_tile(tensor_map, inner, (None, None, None, None))
         tiles = cute.group_modes(tiles, 0, 4)
@@ -154,7 +149,7 @@ class LoadSm90(StructureSm90):
                 length = cu_seqlens[document + 1] - cu_seqlens[document]
                 keys = document_workspace_starts[document] + length - block * KEYS
                 stage, phase = count % STAGES, (count // STAGES) % 2
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + (2 * stage + 1), phase ^ 1)
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
                 info = shared.info.data_ptr() + stage * self.info_words
                 info = cute.make_tensor(info, cute.make_layout(self.info_words))
                 distance = task_qpos[task, 0] - task_qrows[task, 0] - block * KEYS
@@ -192,7 +187,7 @@ class LoadSm90(StructureSm90):
             begin, end = self.chunk_interval(chunk, descriptor)
             for task in cutlass.range(begin, end, 1, unroll=1):
                 stage, phase = count % STAGES, (count // STAGES) % 2
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + (2 * stage + 1), phase ^ 1)
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
                 self.load_rows(
                     shared, lse, delta, bounds, task_qrows, task, task_meta[task, 1], stage, half * HALF + lane,
                     softmax_scale,
