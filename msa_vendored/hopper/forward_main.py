@@ -26,6 +26,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from msa_vendored.compiling import compile_options
+from msa_vendored.hopper.combine import WARP_ELEMENTS, PartialMerger
 from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
 
 HEAD_DIM = 128
@@ -45,10 +46,12 @@ class ForwardMain:
     Args:
         ratio: query heads per index head, 1 to 16.
         topk: slots of a query in the partial outputs.
+        scaled: whether the output is multiplied by a float32 in device memory.
     """
 
-    def __init__(self, ratio: int, topk: int) -> None:
+    def __init__(self, ratio: int, topk: int, scaled: bool) -> None:
         self.ratio, self.topk = ratio, topk
+        self.merger = PartialMerger(ratio, topk, scaled)
         self.queries = ROWS // ratio
         self.q_bytes = self.queries * ratio * HEAD_DIM * 2
         # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
@@ -67,16 +70,23 @@ class ForwardMain:
         v: cute.Tensor,
         qsplit_indices: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        tickets: cute.Tensor,
+        buckets: cute.Tensor,
+        split_counts: cute.Tensor,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        output_scale: cute.Tensor,
         chunk: Int32,
-        first_token: Int32,
+        window_tokens: Int32,
+        windows_per_chunk: Int32,
         scale_log2: Float32,
         ctas: Int32,
+        merge_ctas: Int32,
         stream: Any,
     ) -> None:
-        """Launch ``ctas`` persistent CTAs over the segments of one chunk; the partials begin with ``first_token``."""
+        """Launch ``ctas`` persistent CTAs over one chunk, of which ``merge_ctas`` do nothing but merge."""
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         kv_layout = cute.tile_to_shape(swizzled, (BLOCK, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
         # Distances of groups of 8 rows and of halves in a tile of Q: a row of a box is one swizzle span of 64 columns.
@@ -109,7 +119,8 @@ class ForwardMain:
         )  # fmt: skip
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, qk_mma, pv_mma, q_layout, kv_layout, qsplit_indices, segments,
-            counters, partial_out, partial_lse, chunk, first_token, scale_log2,
+            tickets, buckets, split_counts, partial_out, partial_lse, out, lse, output_scale, chunk, window_tokens,
+            windows_per_chunk, scale_log2, merge_ctas,
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -127,25 +138,36 @@ class ForwardMain:
         kv_layout: cute.ComposedLayout,
         qsplit_indices: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        tickets: cute.Tensor,
+        buckets: cute.Tensor,
+        split_counts: cute.Tensor,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        output_scale: cute.Tensor,
         chunk: Int32,
-        first_token: Int32,
+        window_tokens: Int32,
+        windows_per_chunk: Int32,
         scale_log2: Float32,
+        merge_ctas: Int32,
     ) -> None:
         """Set up shared memory and barriers, then one role for each warpgroup."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.utils.SmemAllocator()
-        # 96 KB of Q, 64 KB each of K and V, and a little bookkeeping.
-        tiles = smem.allocate_tensor(BFloat16, cute.make_layout((ROWS * HEAD_DIM, Q_STAGES)), byte_alignment=1024)
-        q_smem = cute.make_tensor(cute.recast_ptr(tiles.iterator, q_layout.inner, dtype=BFloat16), q_layout.outer)
-        k_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
-        v_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
+        # 96 KB of Q, 64 KB each of K and V, or what merges need, and a little bookkeeping.
+        q_elements, kv_elements = Q_STAGES * ROWS * HEAD_DIM, KV_STAGES * BLOCK * HEAD_DIM
+        elements = max(q_elements + 2 * kv_elements, 4 * CONSUMERS * WARP_ELEMENTS)
+        storage = smem.allocate_tensor(BFloat16, cute.make_layout(elements), byte_alignment=1024).iterator
+        tiles = cute.make_tensor(storage, cute.make_layout((ROWS * HEAD_DIM, Q_STAGES)))
+        q_smem = self.view(storage, q_layout)
+        k_smem = self.view(storage + q_elements, kv_layout)
+        v_smem = self.view(storage + (q_elements + kv_elements), kv_layout)
         barriers = smem.allocate_array(Int64, 3 * Q_STAGES + 3 * KV_STAGES)
         info = smem.allocate_tensor(Int32, cute.make_layout((SEGMENT_FIELDS, KV_STAGES)), byte_alignment=8)
         meta = smem.allocate_tensor(Int32, cute.make_layout((self.queries + 1, Q_STAGES)), byte_alignment=8)
+        arrival = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         # A stage of tiles goes from Q to O to empty, one of K and V from full to clean to empty.
         q_full, o_full, q_empty = barriers, barriers + Q_STAGES, barriers + 2 * Q_STAGES
         kv_full, kv_empty = barriers + 3 * Q_STAGES, barriers + 3 * Q_STAGES + KV_STAGES
@@ -160,28 +182,51 @@ class ForwardMain:
                 cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS + 1)
                 cute.arch.mbarrier_init(v_clean + i, 1)
             cute.arch.mbarrier_init_fence()
+            # Roles go by the order in which CTAs have started, so that merging ones are spread over the processors.
+            arrival[0] = cute.arch.atomic_add(
+                tickets.iterator + (chunk * COUNTER_FIELDS + 2), Int32(1), sem="relaxed", scope="gpu"
+            )
         if thread < Q_STAGES:
             # What rows beyond the last query of a tile read.
             meta[self.queries, thread] = -1
         if const_expr(self.queries * self.ratio < ROWS):
             self.clear_unused_rows(q_smem, thread)
         cute.arch.sync_threads()
-        if warp == LOADER:
-            self.load(
-                q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
-                kv_full, kv_empty, qsplit_indices, segments, counters, chunk,
+        chunk_buckets = partial_lse.shape[1] * windows_per_chunk
+        # Merging CTAs wait for those that compute and have started before or will start; these wait for nobody.
+        computes = (arrival[0] * merge_ctas) % cute.arch.grid_dim()[0] >= merge_ctas
+        if computes:
+            if warp == LOADER:
+                self.load(
+                    q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
+                    kv_full, kv_empty, qsplit_indices, segments, tickets, buckets, chunk, chunk_buckets,
+                    windows_per_chunk,
+                )  # fmt: skip
+            elif warp == CLEANER:
+                self.clear_tails(v_smem, info, kv_full, v_clean)
+            elif warp == STORER:
+                self.store_tiles(
+                    tiles, meta, info, o_full, q_empty, kv_full, kv_empty, partial_out, partial_lse.shape[1],
+                    chunk * windows_per_chunk * window_tokens, buckets,
+                )  # fmt: skip
+            else:
+                self.consume(
+                    qk_mma, pv_mma, tiles, q_smem, k_smem, v_smem, meta, info, q_full, o_full, kv_full, kv_empty,
+                    v_clean, partial_lse, chunk * windows_per_chunk * window_tokens, scale_log2,
+                )  # fmt: skip
+            if warp < 4 * CONSUMERS or warp == STORER:
+                # Shared memory is used anew.
+                cute.arch.barrier(barrier_id=1 + CONSUMERS, number_of_threads=128 * CONSUMERS + 32)
+        if warp < 4 * CONSUMERS:
+            self.merger.merge(
+                storage + warp * WARP_ELEMENTS, partial_out, partial_lse, split_counts, out, lse, output_scale,
+                tickets, buckets, chunk, window_tokens, windows_per_chunk,
             )  # fmt: skip
-        elif warp == CLEANER:
-            self.clear_tails(v_smem, info, kv_full, v_clean)
-        elif warp == STORER:
-            self.store_tiles(
-                tiles, meta, info, o_full, q_empty, kv_full, kv_empty, partial_out, partial_lse.shape[1], first_token
-            )
-        else:
-            self.consume(
-                qk_mma, pv_mma, tiles, q_smem, k_smem, v_smem, meta, info, q_full, o_full, kv_full, kv_empty, v_clean,
-                partial_lse, first_token, scale_log2,
-            )  # fmt: skip
+
+    @cute.jit
+    def view(self, storage: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+        """Shared memory with a swizzled layout."""
+        return cute.make_tensor(cute.recast_ptr(storage, layout.inner, dtype=BFloat16), layout.outer)
 
     @cute.jit
     def clear_unused_rows(self, q_smem: cute.Tensor, thread: Int32) -> None:
@@ -215,8 +260,11 @@ class ForwardMain:
         kv_empty: cute.Pointer,
         qsplit_indices: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        tickets: cute.Tensor,
+        buckets: cute.Tensor,
         chunk: Int32,
+        chunk_buckets: Int32,
+        windows_per_chunk: Int32,
     ) -> None:
         """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
         lane = cute.arch.lane_idx()
@@ -229,22 +277,31 @@ class ForwardMain:
                 stride=((1, 64, half, group), self.ratio * HEAD_DIM // self.boxes, half, ROWS * HEAD_DIM),
             ),
         )
-        written = counters[chunk, 0]
-        segment = cute.arch.shuffle_sync(self.take_segment(counters, chunk, lane), 0)
-        next_field = self.read_segment(segments, chunk, segment, written, lane)
+        # Segments are numbered through the buckets of the chunk; `base` is the number of the bucket's first.
+        first_row = chunk * chunk_buckets
+        bucket, base, written = Int32(0), Int32(0), buckets[first_row, 0]
+        segment = cute.arch.shuffle_sync(self.take_segment(tickets, chunk, lane), 0)
+        while bucket < chunk_buckets and segment >= base + written:
+            bucket, base = bucket + 1, base + written
+            written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
+        next_row = first_row + bucket
+        next_field = self.read_segment(
+            segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
+        )
         packed = self.read_queries(
             qsplit_indices, cute.arch.shuffle_sync(next_field, 0), cute.arch.shuffle_sync(next_field, 1), lane
         )
         kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-        while segment < written:
-            field = next_field
+        while bucket < chunk_buckets:
+            field, row = next_field, next_row
             entry = cute.arch.shuffle_sync(field, 0)
             count = cute.arch.shuffle_sync(field, 1)
             head = cute.arch.shuffle_sync(field, 2)
             key_row = cute.arch.shuffle_sync(field, 3)
             query_base = cute.arch.shuffle_sync(field, 5)
-            following = self.take_segment(counters, chunk, lane)
+            following = self.take_segment(tickets, chunk, lane)
             cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
+            field = row if lane == SEGMENT_FIELDS - 1 else field
             if lane < SEGMENT_FIELDS:
                 info[lane, kv_stage] = field
             cute.arch.sync_warp()
@@ -257,7 +314,13 @@ class ForwardMain:
                 kv_stage, kv_phase = Int32(0), kv_phase ^ 1
             # The next segment is read while this one's tiles go out.
             segment = cute.arch.shuffle_sync(following, 0)
-            next_field = self.read_segment(segments, chunk, segment, written, lane)
+            while bucket < chunk_buckets and segment >= base + written:
+                bucket, base = bucket + 1, base + written
+                written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
+            next_row = first_row + bucket
+            next_field = self.read_segment(
+                segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
+            )
             while count > 0:
                 entry += self.batch * self.queries
                 remaining = count - self.batch * self.queries
@@ -288,21 +351,33 @@ class ForwardMain:
             cute.arch.mbarrier_arrive(kv_full + kv_stage)
 
     @cute.jit
-    def take_segment(self, counters: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The next segment of the chunk, in lane 0; nothing waits for it yet."""
+    def take_segment(self, tickets: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
+        """The number of the chunk's next segment, in lane 0; nothing waits for it yet."""
         segment = Int32(0)
         if lane == 0:
-            segment = cute.arch.atomic_add(
-                counters.iterator + chunk * COUNTER_FIELDS + 1, Int32(1), sem="relaxed", scope="gpu"
-            )
+            counter = tickets.iterator + chunk * COUNTER_FIELDS
+            segment = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
         return segment
 
     @cute.jit
-    def read_segment(self, segments: cute.Tensor, chunk: Int32, segment: Int32, written: Int32, lane: Int32) -> Int32:
-        """A field of a segment in each of the first lanes; 0 past the last one."""
+    def read_segment(
+        self,
+        segments: cute.Tensor,
+        buckets: cute.Tensor,
+        chunk: Int32,
+        bucket: Int32,
+        chunk_buckets: Int32,
+        index: Int32,
+        windows_per_chunk: Int32,
+        lane: Int32,
+    ) -> Int32:
+        """A field of the bucket's ``index``-th segment in each of the first lanes; 0 past the last bucket."""
         field = Int32(0)
-        if lane < SEGMENT_FIELDS and segment < written:
-            field = segments[chunk, segment, lane]
+        if bucket < chunk_buckets:
+            window = chunk * windows_per_chunk + bucket % windows_per_chunk
+            place = buckets[chunk * chunk_buckets + bucket, 2] + index
+            if lane < SEGMENT_FIELDS:
+                field = segments[window, place, lane]
         return field
 
     @cute.jit
@@ -415,19 +490,25 @@ class ForwardMain:
         partial_out: cute.Tensor,
         index_heads: Int32,
         first_token: Int32,
+        buckets: cute.Tensor,
     ) -> None:
-        """Copy O of every tile to device memory, a query by each lane, and hand its stage to the loader."""
+        """Copy O of every tile to device memory, a query by each lane, and hand its stage to the loader.
+
+        A segment is counted for its bucket once it is in memory, looked at after the next segment's first tile.
+        """
         lane = cute.arch.lane_idx()
         policy = cute.arch.inline_ptx(
             "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64]
         )
         kv_stage, kv_phase, stage, phase, running = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
+        stored = Int32(-1)
         while running != 0:
             cute.arch.mbarrier_wait(kv_full + kv_stage, kv_phase)
             running = info[1, kv_stage]
             if running != 0:
                 index_head = info[2, kv_stage]
                 base = info[5, kv_stage] - first_token
+                row = info[7, kv_stage]
                 self.leave(kv_empty + kv_stage)
                 kv_stage += 1
                 if kv_stage == KV_STAGES:
@@ -454,7 +535,23 @@ class ForwardMain:
                     if stage == Q_STAGES:
                         stage, phase = Int32(0), phase ^ 1
                     left -= self.queries
+                    if stored >= 0:
+                        cute.arch.cp_async_bulk_wait_group(1, read=False)
+                        self.count_segment(buckets, stored)
+                        stored = Int32(-1)
+                stored = row
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if stored >= 0:
+            self.count_segment(buckets, stored)
+
+    @cute.jit
+    def count_segment(self, buckets: cute.Tensor, row: Int32) -> None:
+        """Count a segment for its bucket, and let go with it what this warp has copied and seen of other warps."""
+        cute.arch.fence_proxy("async")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            counter = buckets.iterator + (row * COUNTER_FIELDS + 1)
+            cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def leave(self, barrier: cute.Pointer) -> None:
@@ -643,13 +740,15 @@ def store_bulk(target: cute.Pointer, source: cute.Pointer, size_bytes: int, poli
     )
 
 
-def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
-    """Compile the main pass.
+def compile_forward(*, arch: str, ratio: int, topk: int, scaled: bool) -> Any:
+    """Compile the forward.
 
     Call with ``q`` bf16 ``[T, Hq, 128]``, ``k`` and ``v`` ``[total_k, Hkv, 128]``, ``qsplit_indices`` int32, flat,
-    ``segments`` int32 ``[chunks, capacity, 8]``, ``counters`` int32 ``[chunks, 2]``, ``partial_out`` bf16, flat,
-    ``partial_lse`` float32 ``[tokens, Hkv, topk * ratio]``, int32 ``chunk, first_token``, float32 softmax scale times
-    log2(e) (positive), int32 ``ctas``.
+    ``segments`` int32 ``[windows, capacity, 8]``, ``tickets`` int32 ``[chunks, 8]``, ``buckets`` int32
+    ``[chunks * Hkv * windows_per_chunk, 8]``, ``split_counts`` int32 ``[T, Hkv]``, ``partial_out`` bf16, flat,
+    ``partial_lse`` float32 ``[tokens, Hkv, topk * ratio]``, ``out`` bf16 ``[T, Hq, 128]``, ``lse`` float32 ``[T, Hq]``,
+    ``output_scale`` float32 ``[>= 1]`` (not read unless ``scaled``), int32 ``chunk, window_tokens, windows_per_chunk``,
+    float32 softmax scale times log2(e) (positive), int32 ``ctas, merge_ctas``.
     """
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -658,13 +757,15 @@ def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
     size = cute.sym_int
-    keys, key_heads, chunks = size(), size(), size()
+    tokens, heads, keys, key_heads = size(), size(), size(), size()
     return cute.compile(
-        ForwardMain(ratio, topk),
-        fake(BFloat16, 16, size(), size(), HEAD_DIM), fake(BFloat16, 16, keys, key_heads, HEAD_DIM),
+        ForwardMain(ratio, topk, scaled),
+        fake(BFloat16, 16, tokens, heads, HEAD_DIM), fake(BFloat16, 16, keys, key_heads, HEAD_DIM),
         fake(BFloat16, 16, keys, key_heads, HEAD_DIM), fake(Int32, 4, size()),
-        fake(Int32, 4, chunks, size(), SEGMENT_FIELDS), fake(Int32, 4, chunks, COUNTER_FIELDS),
-        fake(BFloat16, 16, cute.sym_int64()), fake(Float32, 4, size(), key_heads, topk * ratio),
-        Int32(0), Int32(0), Float32(1.0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake(Int32, 4, size(), size(), SEGMENT_FIELDS), fake(Int32, 4, size(), COUNTER_FIELDS),
+        fake(Int32, 4, size(), COUNTER_FIELDS), fake(Int32, 4, tokens, key_heads), fake(BFloat16, 16, cute.sym_int64()),
+        fake(Float32, 4, size(), key_heads, topk * ratio), fake(BFloat16, 16, tokens, heads, HEAD_DIM),
+        fake(Float32, 4, tokens, heads), fake(Float32, 4, size()), Int32(0), Int32(1), Int32(1), Float32(1.0), Int32(1),
+        Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
     )  # fmt: skip
