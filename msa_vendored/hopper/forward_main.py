@@ -610,8 +610,6 @@ class ForwardMain:
                 cute.arch.mbarrier_wait(v_clean + kv_stage, kv_phase)
                 while ahead < tile_count:
                     cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
-                    packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
-                    packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
                     # Fresh fragments for each tile: an accumulator that outlives its tile would be an operand of the
                     # next product as well, and 64 registers stay taken.
                     s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
@@ -619,22 +617,31 @@ class ForwardMain:
                     # O takes the registers of S, of the same shape: ptxas would give it 64 others.
                     o = s
                     self.multiply(qk_mma, s, s_q[None, None, None, q_stage], s_k[None, None, None, kv_stage])
+                    packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
+                    packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
                     limit_0 = cutlass.min((packed_0 & QUERY_MASK) + shift, keys - 1)
                     limit_1 = cutlass.min((packed_1 & QUERY_MASK) + shift, keys - 1)
+                    warpgroup.wait_group(0)
                     sums = self.softmax(s, p, limit_0, limit_1, lane, scale_log2)
                     self.multiply(pv_mma, o, p, o_v[None, None, None, kv_stage])
+                    for half in cutlass.range_constexpr(2):
+                        packed = packed_1 if half else packed_0
+                        if packed >= 0 and lane % 4 == 0:
+                            token = query_base + (packed & QUERY_MASK) - first_token
+                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
+                            lse = partial_lse.iterator + (place * self.ratio + (row + 8 * half) % self.ratio)
+                            level = sums[half, 1] + cute.math.log2(sums[half, 0], fastmath=False)
+                            cute.make_tensor(lse, cute.make_layout(1))[0] = level
+                    inverses = [self.invert(sums[half, 0]) for half in range(2)]
+                    warpgroup.wait_group(0)
                     # O takes the place of Q, which all warps of the group have used.
                     cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
                     for half in cutlass.range_constexpr(2):
                         packed = packed_1 if half else packed_0
                         if packed >= 0:
-                            token = query_base + (packed & QUERY_MASK) - first_token
-                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
-                            head = (row + 8 * half) % self.ratio
                             query = (row + 8 * half) // self.ratio
-                            self.store_row(
-                                o, tiles[None, q_stage], partial_lse, half, query, place, head, lane % 4, sums
-                            )
+                            head = (row + 8 * half) % self.ratio
+                            self.store_row(o, tiles[None, q_stage], half, query, head, lane % 4, inverses[half])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.leave(o_full + q_stage)
                     q_stage += CONSUMERS
@@ -649,7 +656,7 @@ class ForwardMain:
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, target: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
-        """``target = a b``, waited for."""
+        """``target = a b``, not waited for."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
@@ -657,7 +664,6 @@ class ForwardMain:
             cute.gemm(atom, target, a[None, None, step], b[None, None, step], target)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def softmax(
@@ -700,22 +706,26 @@ class ForwardMain:
         return sums
 
     @cute.jit
+    def invert(self, total: Float32) -> Float32:
+        """1 / total to 1 ulp, 0 for a row that sees no key. As PTX, since a division would move behind the wait for O."""
+        inverse = cute.arch.inline_ptx(
+            "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[total]
+        )
+        return inverse if total > 0.0 else Float32(0.0)
+
+    @cute.jit
     def store_row(
         self,
         o: cute.Tensor,
         tile: cute.Tensor,
-        partial_lse: cute.Tensor,
         half: cutlass.Constexpr[int],
         query: Int32,
-        place: Int64,
         head: Int32,
         quad_lane: Int32,
-        sums: cute.Tensor,
+        inverse: Float32,
     ) -> None:
-        """One row of O, normalised, to the query's part of ``tile``, four pieces of 16 bytes, and its LSE in base 2."""
+        """One row of O, normalised, to the query's part of ``tile``, as four pieces of 16 bytes."""
         values = cute.make_tensor(o.iterator, cute.make_layout(ROWS))
-        total = sums[half, 0]
-        inverse = 1.0 / total if total > 0.0 else Float32(0.0)
         for group in cutlass.range_constexpr(4):
             piece = cute.make_rmem_tensor(8, BFloat16)
             scaled = cute.make_rmem_tensor(8, Float32)
@@ -726,9 +736,6 @@ class ForwardMain:
             offset = ((query * 4 + group) * self.ratio + head) * 32 + quad_lane * 8
             target = cute.make_tensor(tile.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
             cute.autovec_copy(piece, target)
-        if quad_lane == 0:
-            slot = cute.make_tensor(partial_lse.iterator + (place * self.ratio + head), cute.make_layout(1))
-            slot[0] = sums[half, 1] + cute.math.log2(total, fastmath=False)
 
 
 @cute.jit
