@@ -707,7 +707,7 @@ class ForwardMain:
 
     @cute.jit
     def invert(self, total: Float32) -> Float32:
-        """1 / total to 1 ulp, 0 for a row that sees no key. As PTX, since a division would move behind the wait for O."""
+        """1 / total to 1 ulp, 0 for a row that sees no key. PTX, since a division would move behind the wait for O."""
         inverse = cute.arch.inline_ptx(
             "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[total]
         )
