@@ -1,16 +1,20 @@
-"""Main pass of the sparse forward on SM90: partial outputs of one (query, key block) pair after another.
+"""The sparse forward on SM90: partial outputs of (query, key block) pairs, and their sums, in one persistent kernel.
 
-A persistent CTA takes segments (:mod:`msa_vendored.hopper.segments`) from a counter. K and V of the segment's key block
-stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times the
-heads of the group, gathered by tensor copies of one query each. Roles, in warpgroups of 128 threads:
+Most CTAs compute. One takes segments (:mod:`msa_vendored.hopper.segments`) from a counter. K and V of the segment's key
+block stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times
+the heads of the group. Roles, in warpgroups of 128 threads:
 
 - 0, 1, 2: each takes every third tile: S = Q K^T (64 x 128), softmax within the block, O = P V with P as register
   operand, then the normalised O as bf16 into the place of its Q. The warpgroups are independent, so that the tensor
   cores work for one while the others are in softmax.
-- 3: warp 0 takes segments and issues all copies to shared memory; warp 1 clears rows of V past the end of a document,
-  where the next document's values may be infinite or NaN, and 0 * NaN would spread; warp 2 issues the copies of O to
-  device memory, one of 4 KB for each query at 16 heads. Consumers that stored O themselves waited for memory for a
-  third of their time.
+- 3: warp 0 takes segments and issues all copies to shared memory (:mod:`msa_vendored.hopper.forward_loader`); warp 1
+  clears rows of V past the end of a document, where the next document's values may be infinite or NaN, and 0 * NaN
+  would spread; warp 2 issues the copies of O to device memory, one of 4 KB for each query at 16 heads, and counts
+  finished segments.
+
+The other CTAs, and those that compute once there is nothing left, merge (:mod:`msa_vendored.hopper.combine`), bucket by
+bucket in the order of the segments, behind those that compute, and wait for counters. Nobody who computes waits for a
+merge, so that there is no deadlock however few CTAs run at the same time.
 
 128 registers a thread suffice, since O takes over the registers of S.
 """
@@ -27,17 +31,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from msa_vendored.compiling import compile_options
 from msa_vendored.hopper.combine import WARP_ELEMENTS, PartialMerger
+from msa_vendored.hopper.forward_loader import BLOCK, HEAD_DIM, KV_STAGES, Q_STAGES, ROWS, ForwardLoader
 from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
 
-HEAD_DIM = 128
-BLOCK = 128
-ROWS = 64
-Q_STAGES = 6
-KV_STAGES = 2
 CONSUMERS = 3
 LOADER, CLEANER, STORER = 4 * CONSUMERS, 4 * CONSUMERS + 1, 4 * CONSUMERS + 2
 THREADS = 32 * (STORER + 1)
-KV_BYTES = 2 * BLOCK * HEAD_DIM * 2
 
 
 class ForwardMain:
@@ -53,14 +52,8 @@ class ForwardMain:
         self.ratio, self.topk = ratio, topk
         self.merger = PartialMerger(ratio, topk, scaled)
         self.queries = ROWS // ratio
-        self.q_bytes = self.queries * ratio * HEAD_DIM * 2
-        # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
-        self.batch = max(1, 32 // self.queries)
-        # A box of Q is [column, head, half, head group] of one query. If its heads are whole groups of 8 rows, in which
-        # wgmma counts, one box has both halves of the columns; else there is a box for each half.
-        self.boxes = 1 if ratio % 8 == 0 else 2
-        self.box = (64, 8, 2, ratio // 8) if self.boxes == 1 else (64, ratio, 1, 1)
-        self.words = -(-self.batch * self.queries // 32)
+        self.loader = ForwardLoader(ratio)
+        self.boxes, self.box = self.loader.boxes, self.loader.box
 
     @cute.jit
     def __call__(
@@ -182,7 +175,6 @@ class ForwardMain:
                 cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS + 1)
                 cute.arch.mbarrier_init(v_clean + i, 1)
             cute.arch.mbarrier_init_fence()
-            # Roles go by the order in which CTAs have started, so that merging ones are spread over the processors.
             arrival[0] = cute.arch.atomic_add(
                 tickets.iterator + (chunk * COUNTER_FIELDS + 2), Int32(1), sem="relaxed", scope="gpu"
             )
@@ -193,11 +185,12 @@ class ForwardMain:
             self.clear_unused_rows(q_smem, thread)
         cute.arch.sync_threads()
         chunk_buckets = partial_lse.shape[1] * windows_per_chunk
-        # Merging CTAs wait for those that compute and have started before or will start; these wait for nobody.
+        # By the order of their start, merging CTAs are spread evenly. They wait for those that compute, which wait for
+        # nobody: if other kernels hold the rest of the device, those start when these are through.
         computes = (arrival[0] * merge_ctas) % cute.arch.grid_dim()[0] >= merge_ctas
         if computes:
             if warp == LOADER:
-                self.load(
+                self.loader.load(
                     q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
                     kv_full, kv_empty, qsplit_indices, segments, tickets, buckets, chunk, chunk_buckets,
                     windows_per_chunk,
@@ -239,215 +232,6 @@ class ForwardMain:
                 q_smem[used + i // HEAD_DIM, i % HEAD_DIM, stage] = BFloat16(0.0)
                 i += THREADS
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def load(
-        self,
-        q_atom: cute.CopyAtom,
-        q_tma: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k_tma: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tma: cute.Tensor,
-        q_smem: cute.Tensor,
-        k_smem: cute.Tensor,
-        v_smem: cute.Tensor,
-        meta: cute.Tensor,
-        info: cute.Tensor,
-        q_full: cute.Pointer,
-        q_empty: cute.Pointer,
-        kv_full: cute.Pointer,
-        kv_empty: cute.Pointer,
-        qsplit_indices: cute.Tensor,
-        segments: cute.Tensor,
-        tickets: cute.Tensor,
-        buckets: cute.Tensor,
-        chunk: Int32,
-        chunk_buckets: Int32,
-        windows_per_chunk: Int32,
-    ) -> None:
-        """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
-        lane = cute.arch.lane_idx()
-        # [box, query, half, stage]: where the boxes of a query go.
-        group, half = (1024, 512) if const_expr(self.boxes == 1) else (0, ROWS * 64)
-        q_boxes = cute.make_tensor(
-            q_smem.iterator,
-            cute.make_layout(
-                (self.box, self.queries, self.boxes, Q_STAGES),
-                stride=((1, 64, half, group), self.ratio * HEAD_DIM // self.boxes, half, ROWS * HEAD_DIM),
-            ),
-        )
-        # Segments are numbered through the buckets of the chunk; `base` is the number of the bucket's first.
-        first_row = chunk * chunk_buckets
-        bucket, base, written = Int32(0), Int32(0), buckets[first_row, 0]
-        segment = cute.arch.shuffle_sync(self.take_segment(tickets, chunk, lane), 0)
-        while bucket < chunk_buckets and segment >= base + written:
-            bucket, base = bucket + 1, base + written
-            written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
-        next_row = first_row + bucket
-        next_field = self.read_segment(
-            segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
-        )
-        packed = self.read_queries(
-            qsplit_indices, cute.arch.shuffle_sync(next_field, 0), cute.arch.shuffle_sync(next_field, 1), lane
-        )
-        kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-        while bucket < chunk_buckets:
-            field, row = next_field, next_row
-            entry = cute.arch.shuffle_sync(field, 0)
-            count = cute.arch.shuffle_sync(field, 1)
-            head = cute.arch.shuffle_sync(field, 2)
-            key_row = cute.arch.shuffle_sync(field, 3)
-            query_base = cute.arch.shuffle_sync(field, 5)
-            following = self.take_segment(tickets, chunk, lane)
-            cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
-            field = row if lane == SEGMENT_FIELDS - 1 else field
-            if lane < SEGMENT_FIELDS:
-                info[lane, kv_stage] = field
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(kv_full + kv_stage, KV_BYTES)
-            self.load_block(k_atom, k_tma, k_smem, key_row, head, kv_stage, kv_full + kv_stage)
-            self.load_block(v_atom, v_tma, v_smem, key_row, head, kv_stage, kv_full + kv_stage)
-            kv_stage += 1
-            if kv_stage == KV_STAGES:
-                kv_stage, kv_phase = Int32(0), kv_phase ^ 1
-            # The next segment is read while this one's tiles go out.
-            segment = cute.arch.shuffle_sync(following, 0)
-            while bucket < chunk_buckets and segment >= base + written:
-                bucket, base = bucket + 1, base + written
-                written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
-            next_row = first_row + bucket
-            next_field = self.read_segment(
-                segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
-            )
-            while count > 0:
-                entry += self.batch * self.queries
-                remaining = count - self.batch * self.queries
-                if remaining <= 0:
-                    entry = cute.arch.shuffle_sync(next_field, 0)
-                    remaining = cute.arch.shuffle_sync(next_field, 1)
-                upcoming = self.read_queries(qsplit_indices, entry, remaining, lane)
-                step = Int32(0)
-                while step < self.batch and count > 0:
-                    cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
-                    self.publish_queries(meta, packed, step, q_stage, lane)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, self.q_bytes)
-                    self.load_queries(q_atom, q_tma, q_boxes, packed, step, query_base, head, q_stage, q_full + q_stage)
-                    q_stage += 1
-                    if q_stage == Q_STAGES:
-                        q_stage, q_phase = Int32(0), q_phase ^ 1
-                    count -= self.queries
-                    step += 1
-                for i in cutlass.range_constexpr(self.words):
-                    packed[i] = upcoming[i]
-        # A segment without queries tells the others to leave.
-        cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
-        if lane < SEGMENT_FIELDS:
-            info[lane, kv_stage] = 0
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(kv_full + kv_stage)
-
-    @cute.jit
-    def take_segment(self, tickets: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The number of the chunk's next segment, in lane 0; nothing waits for it yet."""
-        segment = Int32(0)
-        if lane == 0:
-            counter = tickets.iterator + chunk * COUNTER_FIELDS
-            segment = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        return segment
-
-    @cute.jit
-    def read_segment(
-        self,
-        segments: cute.Tensor,
-        buckets: cute.Tensor,
-        chunk: Int32,
-        bucket: Int32,
-        chunk_buckets: Int32,
-        index: Int32,
-        windows_per_chunk: Int32,
-        lane: Int32,
-    ) -> Int32:
-        """A field of the bucket's ``index``-th segment in each of the first lanes; 0 past the last bucket."""
-        field = Int32(0)
-        if bucket < chunk_buckets:
-            window = chunk * windows_per_chunk + bucket % windows_per_chunk
-            place = buckets[chunk * chunk_buckets + bucket, 2] + index
-            if lane < SEGMENT_FIELDS:
-                field = segments[window, place, lane]
-        return field
-
-    @cute.jit
-    def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
-        """Packed queries of the next batch of tiles, spread over the lanes; -1 past the segment's end."""
-        packed = cute.make_rmem_tensor(self.words, Int32)
-        for i in cutlass.range_constexpr(self.words):
-            packed[i] = Int32(-1)
-            place = lane + 32 * i
-            if place < self.batch * self.queries and place < count:
-                packed[i] = qsplit_indices[entry + place]
-        return packed
-
-    @cute.jit
-    def publish_queries(self, meta: cute.Tensor, packed: cute.Tensor, step: Int32, stage: Int32, lane: Int32) -> None:
-        """Show the packed queries of one tile of the batch to the consumers."""
-        for i in cutlass.range_constexpr(-(-self.queries // 32)):
-            value = packed[i]
-            if const_expr(self.batch > 1):
-                value = cute.arch.shuffle_sync(packed[0], (step * self.queries + lane) % 32)
-            if lane + 32 * i < self.queries:
-                meta[lane + 32 * i, stage] = value
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def load_block(
-        self,
-        atom: cute.CopyAtom,
-        tma: cute.Tensor,
-        smem: cute.Tensor,
-        row: Int32,
-        head: Int32,
-        stage: Int32,
-        barrier: cute.Pointer,
-    ) -> None:
-        """128 rows of K or V from ``row`` on; rows past the tensor's end come as zeros."""
-        block = cute.local_tile(cute.domain_offset((row, 0, 0), tma)[None, None, head], (BLOCK, HEAD_DIM), (0, 0))
-        target, source = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        cute.copy(atom, source, target[None, stage], tma_bar_ptr=barrier)
-
-    @cute.jit
-    def load_queries(
-        self,
-        atom: cute.CopyAtom,
-        tma: cute.Tensor,
-        boxes: cute.Tensor,
-        packed: cute.Tensor,
-        step: Int32,
-        query_base: Int32,
-        head: Int32,
-        stage: Int32,
-        barrier: cute.Pointer,
-    ) -> None:
-        """One tile of Q, query by query. Unused places load rows past the end of q, which come as zeros."""
-        # [box, 1, 1, half, head group, token]
-        source_all = cute.group_modes(cute.flat_divide(tma, self.box), 0, 4)
-        target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), boxes, source_all)
-        tokens = cute.size(tma, mode=[4])
-        for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
-            value = packed[0]
-            if const_expr(self.words > 1):
-                value = packed[0] if i < 32 else packed[1]
-            value = cute.arch.shuffle_sync(value, (step * self.queries + i) % 32)
-            token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
-            for half in cutlass.range_constexpr(self.boxes):
-                cute.copy(
-                    atom, source[None, 0, 0, half, head, token], target[None, i, half, stage], tma_bar_ptr=barrier
-                )
 
     @cute.jit
     def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
