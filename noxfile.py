@@ -52,7 +52,8 @@ def install_wheel(session: nox.Session) -> None:
     """Build the wheel of this checkout and install it; a warm build takes two seconds, a stale wheel hides errors."""
     folder = Path(session.create_tmp()) / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    session.run("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
+    # run_install: also with --install-only, else there would be nothing to install.
+    session.run_install("python", "-m", "msa_vendored.vendoring", "build", "--out", str(folder))
     (wheel,) = folder.glob("*.whl")
     session.install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
 
@@ -91,6 +92,15 @@ def gpu(session: nox.Session) -> None:
     install_test_environment(session)
     install_wheel(session)
     session.run("pytest", "-m", "gpu", *session.posargs, env=SAFE_PATH)
+
+
+@nox.session(reuse_venv=True)
+def sanitize(session: nox.Session) -> None:
+    """Run every SM90 kernel under compute-sanitizer, which the CUDA toolkit brings [-- --only CASE --tools TOOLS]."""
+    install_test_environment(session)
+    install_wheel(session)
+    env = {**SAFE_PATH, "PYTHONPATH": "tests"}
+    session.run("python", "-m", "sanitize_kernels", *session.posargs, env=env)
 
 
 @nox.session(reuse_venv=True)
@@ -156,7 +166,7 @@ def run_emulator_module(session: nox.Session, module: str, default: str) -> None
     install_test_environment(session)
     install_group(session, "second-opinion", "--no-deps")
     install_wheel(session)
-    env = {**SAFE_PATH, "PYTHONPATH": "tests"}
+    env = {**SAFE_PATH, "PYTHONPATH": str(Path("tests").resolve())}
     session.run("python", "-m", f"ptx_emulator.{module}", *(session.posargs or [default]), env=env)
 
 

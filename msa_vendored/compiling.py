@@ -17,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +35,8 @@ CACHE_VARIABLE = "MSA_VENDORED_KERNEL_CACHE"
 
 KERNEL_SOURCES = ("backward/**/*.py", "hopper/**/*.py", "compiling.py")
 """Files of this package that make kernels. A change of any of them renames every entry: helpers are shared."""
+
+ABANDONED_AFTER_S = 86_400.0
 
 _MAGIC = b"msa_vendored-k1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -199,8 +203,10 @@ def _compile(build: Callable[[], Kernel]) -> Kernel:
 
 def _store_entry(path: Path, description: str, compiled: Any) -> bool:
     """Export to a private file, seal it, rename it: a reader sees a whole entry or none. False if the disk refuses."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.o")
+    # Not the process id: containers that share the folder have the same ones, and not always each other's locks.
+    partial = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.o")
     try:
+        _remove_abandoned(path)
         with _compiler_lock:
             compiled.export_to_c(str(partial), function_name=_function_name(description))
         content = partial.read_bytes()
@@ -213,6 +219,14 @@ def _store_entry(path: Path, description: str, compiled: Any) -> bool:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return True
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete private files of an entry whose writers were killed: a kernel takes seconds, these are a day old."""
+    for partial in path.parent.glob(f".{path.stem}.*.o"):
+        with suppress(FileNotFoundError):
+            if time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S:
+                partial.unlink()
 
 
 def _load_entry(path: Path, description: str) -> Kernel | None:

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -140,6 +140,24 @@ def parse_provenance(text: str, where: str) -> Provenance:
     Raises:
         ProvenanceError: it is not JSON, of another schema, or a key is missing or of the wrong form.
     """
+    document = _read_document(text, where)
+    return Provenance(
+        version=_take(document, "version", str, where),
+        package=_take_match(document, "package", _PACKAGE, where),
+        pin=_parse_pin(_take(document, "pin", dict, where), where),
+        tested_with=MappingProxyType(_take_strings(document, "tested_with", where)),
+        patches=tuple(
+            PatchRecord(*(_take(entry, key, str, where, f"patches[{i}].") for key in PatchRecord.__slots__))
+            for i, entry in enumerate(_take(document, "patches", list, where))
+        ),
+        built_tree_digest=_take_match(document, "built_tree_digest", _DIGEST, where),
+        touched=MappingProxyType(dict(_parse_touched(_take(document, "touched", list, where), where))),
+        manifest=_take_match(document, "manifest", re.compile(r"_msa_[0-9a-f]{12}\.manifest\.tsv"), where),
+        _document=MappingProxyType(document),
+    )
+
+
+def _read_document(text: str, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -148,34 +166,22 @@ def parse_provenance(text: str, where: str) -> Provenance:
         raise _bad(where, "", "an object", type(document).__name__)
     if document.get("schema") != SCHEMA:
         raise _bad(where, "schema", str(SCHEMA), repr(document.get("schema")))
-    pin = _take(document, "pin", dict, where)
-    package = _take_match(document, "package", _PACKAGE, where)
-    return Provenance(
-        version=_take(document, "version", str, where),
-        package=package,
-        pin=PinRecord(
-            id=_take(pin, "id", str, where, "pin."),
-            kind=_take(pin, "kind", str, where, "pin."),
-            source=MappingProxyType(_take(pin, "source", dict, where, "pin.")),
-            tree_digest=_take_match(pin, "tree_digest", _DIGEST, where, "pin."),
-        ),
-        tested_with=MappingProxyType(_take_strings(document, "tested_with", where)),
-        patches=tuple(
-            PatchRecord(*(_take(entry, key, str, where, f"patches[{i}].") for key in PatchRecord.__slots__))
-            for i, entry in enumerate(_take(document, "patches", list, where))
-        ),
-        built_tree_digest=_take_match(document, "built_tree_digest", _DIGEST, where),
-        touched=MappingProxyType(
-            {
-                _take(entry, "path", str, where, f"touched[{i}]."): _take_match(
-                    entry, "sha256", _HEX64, where, f"touched[{i}]."
-                )
-                for i, entry in enumerate(_take(document, "touched", list, where))
-            }
-        ),
-        manifest=_take_match(document, "manifest", re.compile(r"_msa_[0-9a-f]{12}\.manifest\.tsv"), where),
-        _document=MappingProxyType(document),
+    return document
+
+
+def _parse_pin(pin: dict[str, Any], where: str) -> PinRecord:
+    return PinRecord(
+        id=_take(pin, "id", str, where, "pin."),
+        kind=_take(pin, "kind", str, where, "pin."),
+        source=MappingProxyType(_take(pin, "source", dict, where, "pin.")),
+        tree_digest=_take_match(pin, "tree_digest", _DIGEST, where, "pin."),
     )
+
+
+def _parse_touched(entries: list[Any], where: str) -> Iterator[tuple[str, str]]:
+    for i, entry in enumerate(entries):
+        place = f"touched[{i}]."
+        yield _take(entry, "path", str, where, place), _take_match(entry, "sha256", _HEX64, where, place)
 
 
 def find_touched_drift(record: Provenance, package_dir: Path | None = None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from msa_vendored.cubin import REGISTERS_PER_LANE, CubinError, lane_registers, read_cubin, read_ptx
+from msa_vendored.cubin import REGISTERS_PER_LANE, CubinError, Footprint, Text, lane_registers, read_cubin, read_ptx
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 SHARED_BYTES = 232_448
@@ -133,36 +133,44 @@ def measure(
     started = time.perf_counter()
     compiled = compile_stage(arch=arch, **options)
     seconds = time.perf_counter() - started
-    cubin = compiled.__cubin__
-    footprints = {footprint.kernel: footprint for footprint in read_cubin(cubin)}
+    footprints = {footprint.kernel: footprint for footprint in read_cubin(compiled.__cubin__)}
     module = sys.modules[compile_stage.__module__]
     shared = read_launches(str(compiled.ir_module), most_shared_bytes)
     name = f"{compile_stage.__module__}.{compile_stage.__qualname__}".removeprefix("msa_vendored.")
     declared = getattr(module, "WARPGROUP_REGISTERS", None)
-    uses = []
-    for text in read_ptx(compiled.__ptx__):
-        footprint = footprints[text.kernel]
+    common: dict[str, Any] = {
+        "function": name,
+        "options": " ".join(str(value).replace(" ", "") for value in options.values()),
+        "arch": arch,
+        "cubin_bytes": len(compiled.__cubin__),
+        "seconds": round(seconds, 1),
+    }
+    texts = read_ptx(compiled.__ptx__)
+    for text in texts:
         if text.kernel not in shared:
             raise CubinError("a kernel is never launched", where=f"{name}: {text.kernel}")
-        uses.append(
-            KernelUse(
-                function=name,
-                options=" ".join(str(value).replace(" ", "") for value in options.values()),
-                arch=arch,
-                kernel=_short(text.kernel),
-                threads=text.threads or 0,
-                registers=footprint.registers,
-                lane_registers=lane_registers(text, footprint, declared if text.setmaxnreg else None),
-                setmaxnreg=text.setmaxnreg,
-                local_bytes=footprint.local_bytes,
-                shared_bytes=text.static_shared_bytes + shared[text.kernel],
-                tmem_columns=text.tmem_columns,
-                barriers=footprint.barriers,
-                cubin_bytes=len(cubin),
-                seconds=round(seconds, 1),
-            )
-        )
-    return uses
+    return [_describe_use(text, footprints[text.kernel], shared[text.kernel], declared, common) for text in texts]
+
+
+def _describe_use(
+    text: Text,
+    footprint: Footprint,
+    dynamic_shared_bytes: int,
+    declared: tuple[int, ...] | None,
+    common: dict[str, Any],
+) -> KernelUse:
+    return KernelUse(
+        **common,
+        kernel=_short(text.kernel),
+        threads=text.threads or 0,
+        registers=footprint.registers,
+        lane_registers=lane_registers(text, footprint, declared if text.setmaxnreg else None),
+        setmaxnreg=text.setmaxnreg,
+        local_bytes=footprint.local_bytes,
+        shared_bytes=text.static_shared_bytes + dynamic_shared_bytes,
+        tmem_columns=text.tmem_columns,
+        barriers=footprint.barriers,
+    )
 
 
 def _short(symbol: str) -> str:
@@ -186,7 +194,7 @@ def list_stages(arch: str) -> list[Stage]:
 
 def list_backward_stages(arch: str) -> list[Stage]:
     """Every function that the backward compiles, with every set of options, once."""
-    from msa_vendored.backward.accumulation import DQ_ACCUMULATIONS
+    from msa_vendored.backward.accumulation import ARCH_ACCUMULATIONS
     from msa_vendored.backward.stages import Structure, load_stages
 
     found: list[Stage] = []
@@ -196,9 +204,10 @@ def list_backward_stages(arch: str) -> list[Stage]:
             found.append(stage)
         return compile_stage
 
-    for ratio, dq_accumulation in product(RATIOS, DQ_ACCUMULATIONS):
+    accumulations = ARCH_ACCUMULATIONS[arch]
+    for ratio, dq_accumulation in product(RATIOS, accumulations):
         load_stages(Structure(arch, ratio, dq_accumulation, deterministic=False), load=collect)
-    load_stages(Structure(arch, RATIOS[-1], DQ_ACCUMULATIONS[0], deterministic=True), load=collect)
+    load_stages(Structure(arch, RATIOS[-1], accumulations[0], deterministic=True), load=collect)
     return found
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from backward_cases import Problem
 from backward_tables import Tables, build_tables
+from dq_scale_cases import row_factors, sum_magnitudes
 
+from msa_vendored.backward.accumulation import DQ_DTYPES
 from msa_vendored.backward.sm90_layout import dkv_sum_index
 
 
@@ -24,13 +26,14 @@ class Call:
     dv_sum: torch.Tensor
     softmax_scale: float
     grid: int
+    bounds: tuple[()] | tuple[torch.Tensor, torch.Tensor] = ()
 
     def arguments(self) -> tuple[Any, ...]:
         """As the module docstring of the kernel orders them."""
         p, t = self.problem, self.tables
         return (
             p.q, p.k, p.v, p.grad_out, p.lse, p.delta, t.meta, t.qrows, t.qpos, p.cu_seqlens, t.starts, t.descriptor,
-            self.dq_sum, self.dk_sum, self.dv_sum, self.softmax_scale, self.grid,
+            self.dq_sum, self.dk_sum, self.dv_sum, *self.bounds, self.softmax_scale, self.grid,
         )  # fmt: skip
 
     def clear(self) -> None:
@@ -47,7 +50,10 @@ class Call:
         for tensor in (self.dk_sum, self.dv_sum):
             blocks = tensor[:, :, index].view(*tensor.shape[:2], 128, 128)
             pair.append(blocks.transpose(1, 2).reshape(-1, tensor.shape[1], 128)[rows])
-        return self.dq_sum, pair[0], pair[1]
+        dq = self.dq_sum
+        if self.bounds:
+            dq = dq.double() / row_factors(*self.bounds, self.softmax_scale)[:, :, None]
+        return dq, pair[0], pair[1]
 
 
 def prepare_call(
@@ -66,11 +72,18 @@ def prepare_call(
             problem.selection, problem.cu_seqlens, ratio=problem.ratio, window=window, grid=grid,
             rows_per_chunk=rows_per_chunk,
         )  # fmt: skip
-    dtype = torch.bfloat16 if dq_accumulation == "bf16" else torch.float32
+    dtype = DQ_DTYPES[dq_accumulation]
     dq = torch.zeros(problem.q.shape, dtype=dtype, device=problem.q.device)
     blocks = (problem.k.shape[0] // 128, problem.k.shape[1], 128 * 128)
     dk, dv = (torch.zeros(blocks, device=problem.q.device) for _ in range(2))
-    return Call(problem, tables, dq, dk, dv, softmax_scale, grid)
+    bounds = bound_rows(problem) if dq_accumulation == "fp16" else ()
+    return Call(problem, tables, dq, dk, dv, softmax_scale, grid, bounds)
+
+
+def bound_rows(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms of the rows of dO, and the largest key and value of each head, as the stages before find them."""
+    keys = [tensor[problem.key_rows].float().nan_to_num(0, 0, 0) for tensor in (problem.k, problem.v)]
+    return sum_magnitudes(problem.grad_out), torch.stack([tensor.abs().amax((0, 2)) for tensor in keys], 1)
 
 
 Kernel = Callable[..., None]

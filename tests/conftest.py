@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import msa_vendored
 from msa_vendored.trees import scan_tree
@@ -21,15 +22,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One thread a process, before torch is imported: two pools on two cores wait for each other most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Seconds of the clock say nothing where tests share the cores with each other.
+settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared cores")
+
 LONGEST_FIRST = (
-    "test_backward_sm100.py",
     "test_upgrades.py",
     "test_backward_emulated.py",
+    "test_backward_sm100.py",
+    "test_emulator_official.py",
+    "test_emulator_flash_attention.py",
     "test_backward_sm90.py",
-    "test_emulator_checks.py",
-    "test_backward_stages.py",
-    "test_hopper_forward.py",
+    "test_installed_bundle.py",
     "test_backward.py",
+    "test_backward_stages.py",
+    "test_emulator_hopper.py",
+    "test_compile.py",
+    "test_hopper_forward.py",
 )
 """Files to begin with where tests run in several processes, so that none of them is left for the end."""
 

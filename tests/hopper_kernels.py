@@ -128,7 +128,7 @@ def score_both(
     **plan: Any,
 ) -> tuple[Tensor, Tensor]:
     """Scores of the kernel and of the reference; integers, so that both are exact."""
-    from msa_vendored.hopper import score
+    from msa_vendored.hopper import score, score_tables
     from msa_vendored.reference import fmha_sm100, fmha_sm100_plan
 
     torch.manual_seed(sum(lengths))
@@ -138,9 +138,9 @@ def score_both(
     planned = fmha_sm100_plan(torch.tensor(lengths), torch.tensor(keys), heads, **options)
     _, want = fmha_sm100(q, k, k, planned, output_o=False)
     got = torch.full_like(want, -torch.inf)
-    offsets = planned[3]["qo_offset"] if plan.get("causal", True) else [score.NO_LIMIT] * len(keys)
-    segments = score.make_segments(lengths, keys, offsets)
-    tables = score.ScoreTables(segments, score.cut_segments(segments, ctas))
+    offsets = planned[3]["qo_offset"] if plan.get("causal", True) else [score_tables.NO_LIMIT] * len(keys)
+    segments = score_tables.make_segments(lengths, keys, offsets)
+    tables = score_tables.ScoreTables(segments, score_tables.cut_segments(segments, ctas))
     score.launch_scores(q, k, tables, got, emulation.load)
     return got, want
 

@@ -1,9 +1,10 @@
-"""Runs every SM90 kernel under NVIDIA's compute-sanitizer: ``PYTHONPATH=.:tests python -m sanitize_kernels``.
+"""Runs every SM90 kernel under NVIDIA's compute-sanitizer: ``nox -s sanitize``, or ``python -m sanitize_kernels``.
 
 First the cases run without it: their results must agree with the reference, they must launch every ``@cute.kernel`` of
 the SM90 launchers, and what they compile is kept on disk, since the sanitizer would slow the compiler down too. Then
 each tool runs the same cases in a process of its own, all tools at once. The exit status is 0 only if no tool reports
-anything. ``--tools`` and ``--only`` choose; a program of another place is named by ``--sanitizer``.
+anything but what ``sanitize_reports.py`` explains. ``--tools`` and ``--only`` choose; ``--sanitizer`` names a program
+elsewhere.
 
 Documents are tiny, because a sanitized kernel takes 10 to 100 times as long. torch's allocator is switched off, so
 that an access past the end of a tensor is one past the end of an allocation.
@@ -15,7 +16,6 @@ import argparse
 import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sanitize_reports import find_problems
 
 import msa_vendored
 from msa_vendored import kernels
@@ -235,26 +236,9 @@ def trace_cases(chosen: Sequence[str]) -> list[str]:
     return sorted({event.key for event in trace.key_averages()})
 
 
-def find_problems(tool: str, returncode: int, output: str, cases: int) -> list[str]:
-    """Why a run of a tool does not count as clean: what it reports, or that it did not do its work."""
-    problems = [
-        line for line in output.splitlines() if re.match(r"=+ (Error|Warning|Invalid|Uninit|Barrier|Race)", line)
-    ]
-    summaries = re.findall(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", output)
-    if not summaries:
-        problems.append("the tool printed no summary")
-    elif any(int(count) for count in summaries):
-        problems.append(f"the summary counts {' + '.join(summaries)}")
-    if (ran := len(re.findall(r"^ran ", output, re.MULTILINE))) != cases:
-        problems.append(f"{ran} of {cases} cases ran")
-    if returncode and not problems:
-        problems.append(f"exit status {returncode}")
-    return [f"{tool}: {problem}" for problem in problems]
-
-
 def tool_command(sanitizer: str, tool: str, chosen: Sequence[str]) -> list[str]:
     """The command line of one tool. Only initcheck follows torch's kernels: it must see what they write."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_EXIT_CODE), "--print-limit", "20"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_EXIT_CODE), "--print-limit", "0"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # torch asks for what is not there; ours raise in the process
     if tool != "initcheck":
@@ -277,7 +261,8 @@ def run_tools(
             process.wait(TOOL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-        yield tool, find_problems(tool, process.wait(), (logs / f"{tool}.log").read_text(errors="replace"), len(chosen))
+        returncode, output = process.wait(), (logs / f"{tool}.log").read_text(errors="replace")
+        yield tool, find_problems(tool, returncode, output, len(chosen), FOUND_EXIT_CODE)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -293,14 +278,17 @@ def main(arguments: list[str] | None = None) -> int:
         run_cases(options.run)
         return 0
     chosen = [name for name in CASES if options.only in name]
-    if shutil.which(options.sanitizer) is None or not chosen or kernel_cache_folder() is None:
+    folder = kernel_cache_folder()
+    if shutil.which(options.sanitizer) is None or not chosen or folder is None:
         parser.error(f"needs {options.sanitizer}, a case named like {options.only!r}, and {CACHE_VARIABLE} not off")
+    # Line numbers in the code, which is otherwise the same; beside the kernels of others, whose names do not say so.
+    os.environ.update({"CUTE_DSL_LINEINFO": "1", CACHE_VARIABLE: str(folder / "lineinfo")})
     launched = trace_cases(chosen)
     functions = [] if options.only else list_device_functions()
     missed = [f for f in functions if not any(f.is_launched_as(symbol) for symbol in launched)]
     problems = [f"no case launches {f.file}: {f.owner} {f.name}" for f in missed]
-    with tempfile.TemporaryDirectory() as folder:
-        logs = options.logs or Path(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = options.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         for tool, found in run_tools(options.sanitizer, options.tools.split(","), chosen, logs):
             print(f"{tool}: {'clean' if not found else f'{len(found)} problems'}", flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dq_scale_cases import SCALE_CHECKS
 from task_cases import TaskCase, corruptions, make_task_case
 
 from msa_vendored.backward.pool_order import (
@@ -171,6 +172,7 @@ class Emulated:
 
         cute_host.prepare(arch)
         from msa_vendored.backward.delta import compile_delta
+        from msa_vendored.backward.dq_scale import compile_key_maxima
         from msa_vendored.backward.postprocess import compile_postprocess
         from msa_vendored.backward.task_build import compile_task_build
 
@@ -180,6 +182,7 @@ class Emulated:
             "delta": compile_delta,
             "tasks": compile_task_build,
             "postprocess": compile_postprocess,
+            "key_maxima": compile_key_maxima,
         }
         self._functions: dict[tuple[Any, ...], Any] = {}
 
@@ -271,6 +274,7 @@ CHECKS: dict[str, Callable[[Emulated], None]] = {
     "tasks, inconsistent schedules": check_corruptions,
     "tasks, overflow": check_overflow,
     "tasks, many blocks, windows and items": check_many_blocks,
+    **SCALE_CHECKS,
 }
 SM100_CHECKS = ("delta", "postprocess sm100 bf16", "tasks, four schedules")
 """What CI emulates for SM100: the same sources, other instructions."""

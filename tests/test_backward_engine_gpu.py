@@ -103,7 +103,7 @@ def test_gradients_are_right_and_padding_is_zero(call: Call) -> None:
     assert not any(gradient.requires_grad for gradient in gradients)
 
 
-@pytest.mark.parametrize("dq_accumulation", ["bf16", "fp32"])
+@pytest.mark.parametrize("dq_accumulation", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("ratio", "key_heads"), [(1, 2), (2, 3), (4, 1), (8, 2), (16, 1)])
 def test_every_geometry_and_accumulation(ratio: int, key_heads: int, dq_accumulation: str) -> None:
     """Guards the wider contract on the card."""
@@ -243,7 +243,7 @@ def test_repeats_of_one_call_agree(call: Call) -> None:
         call.require_right(call.run())
 
 
-@pytest.mark.parametrize(("ratio", "key_heads", "dq_accumulation"), [(16, 4, "bf16"), (4, 2, "fp32")])
+@pytest.mark.parametrize(("ratio", "key_heads", "dq_accumulation"), [(16, 4, "bf16"), (16, 4, "fp16"), (4, 2, "fp32")])
 def test_deterministic_gradients_repeat_bit_by_bit(ratio: int, key_heads: int, dq_accumulation: str) -> None:
     """Guards sums that two CTAs add to. Without the option, the same calls differ (next test)."""
     call = make_call((700, 300), key_heads=key_heads, ratio=ratio)

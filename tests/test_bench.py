@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from msa_vendored.__main__ import main
 from msa_vendored.backward.documents import BLOCK_SIZE
 from msa_vendored.bench import check, cli, peers, plots, report, runner, workload
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
-from msa_vendored.bench.implementations import Peer, Prepared, list_implementations
+from msa_vendored.bench.implementations import OURS, Peer, Prepared, list_implementations
 from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
 from msa_vendored.bench.timing import Timing
@@ -76,12 +77,41 @@ def test_packs_have_the_tokens_asked_for(tmp_path: Path) -> None:
     assert min(lengths) > 0
     assert len(lengths) > 8
     path = tmp_path / "packs.jsonl"
-    path.write_text('{"case_id":1,"cu_seqlens":[0,100,260]}\n{"case_id":2,"cu_seqlens":[0,200,260]}\n')
-    assert [case.lengths for case in workload.read_packs(path, 200)] == [(100, 100), (200,)]
-    assert [case.lengths for case in workload.read_packs(path)] == [(100, 160), (200, 60)]
-    path.write_text('{"case_id":1}\n')
-    with pytest.raises(BenchArgumentError, match="line 1"):
-        workload.read_packs(path)
+    path.write_text('{"case_id":1,"cu_seqlens":[0,100,260,300]}\n{"case_id":2,"cu_seqlens":[0,250,260]}\n')
+    assert [case.lengths for case in workload.read_packs(path, 200)] == [(100, 40), (10,)]
+    assert [case.lengths for case in workload.read_packs(path)] == [(100, 160, 40), (250, 10)]
+    assert [case.name for case in workload.read_packs(path, 200)] == [
+        "pack 1: 2 documents, 140 tokens",
+        "pack 2: 1 document, 10 tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file of packs is empty"),
+        ("[0, 5]", "a pack cannot be read"),
+        ('{"case_id": 1', "a pack cannot be read"),
+        ('{"case_id": 1}', "a pack cannot be read"),
+        ('{"case_id": 1, "cu_seqlens": 5}', "no list of integers"),
+        ('{"case_id": 1, "cu_seqlens": [0, 5.0]}', "no list of integers"),
+        ('{"case_id": 1, "cu_seqlens": []}', "does not start at 0"),
+        ('{"case_id": 1, "cu_seqlens": [1, 5]}', "does not start at 0"),
+        ('{"case_id": 1, "cu_seqlens": [0]}', "got:      no document"),
+        ('{"case_id": 1, "cu_seqlens": [0, 5, 5]}', "got:      5 after 5"),
+        ('{"case_id": 1, "cu_seqlens": [0, 201]}', "at most 200 tokens"),
+    ],
+)
+def test_an_unusable_pack_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """Guards minutes of measuring lengths that nobody meant; the message names the line."""
+    path = tmp_path / "packs.jsonl"
+    path.write_text(f'{{"case_id": 7, "cu_seqlens": [0, 200]}}\n{text}\n' if text else "")
+    with pytest.raises(BenchArgumentError) as caught:
+        workload.read_packs(path, 200)
+    assert message in str(caught.value)
+    assert "packs.jsonl, line 2" in str(caught.value) or not text
+    with pytest.raises(BenchArgumentError, match="cannot be read"):
+        workload.read_packs(tmp_path / "nothing")
 
 
 def test_the_flex_mask_keeps_the_pairs_of_the_selection() -> None:
@@ -140,6 +170,20 @@ def make_report() -> runner.Report:
     return runner.Report(environment, 800.0, 4.3, tuple(rows))
 
 
+@pytest.mark.parametrize(
+    ("name", "dense", "every", "skipped"),
+    [("x", True, False, 1), ("x", True, True, 1), ("x", False, False, 1), ("x", False, True, 0),
+     (OURS, False, False, 0)],
+)  # fmt: skip
+def test_peers_run_a_case_once(name: str, dense: bool, every: bool, skipped: int) -> None:
+    """Guards half a run that measures the same again, and a second selection that is left out where it matters."""
+    cases = [Case("a", (512,)), Case("b", (256, 256)), Case("a", (512,), "mixed"), Case("c", (640,), "mixed")]
+    peer = Peer(name, dense, "torch", broken)
+    reasons = [runner.find_repetition(case, peer, cases, every=every) for case in cases]
+    assert [index for index, reason in enumerate(reasons) if reason] == [2][:skipped]
+    assert not skipped or "see random" in str(reasons[2])
+
+
 def test_the_table_shows_ratios_failures_and_absences() -> None:
     """Guards a wrong or failed peer that looks like a fast one."""
     buffer = io.StringIO()
@@ -156,22 +200,45 @@ def test_the_picture_leaves_wrong_results_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = make_report()
     assert {row.implementation for row in plots.select_rows(found.rows, "forward")} == {"msa_vendored", report.BASELINE}
-    plots.save_plots(found, tmp_path / "bench.png")
+    packs = [
+        runner.Row("p", selection, 9, 3, "msa_vendored", False, "forward", Timing(2.0, 2.0, 2.0, 20), status=status)
+        for selection, status in (("random", "ok"), ("random", "wrong"), ("mixed", "ok"))
+    ]
+    assert plots.select_packs(packs, "forward") == packs[:1]
+    plots.save_plots(replace(found, rows=(*found.rows, *packs)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
 def test_the_markdown_table_has_a_cell_for_every_case() -> None:
     """Guards a README that shows a wrong or failed peer's time as if it were right."""
-    lines = format_markdown(make_report()).splitlines()
-    assert lines[:6] == [
+    pack: dict[str, Any] = {"case": "a pack", "documents": 3, "dense": False, "selection": "random", "tokens": 9}
+    slow = Timing(2500.0, 2500.0, 2500.0, 3)
+    rows = [
+        runner.Row(**pack, implementation="msa_vendored", part="forward", timing=slow),
+        runner.Row(**pack, implementation="msa_vendored", part="index", timing=Timing(0.1, 0.1, 0.1, 20)),
+        runner.Row(**pack, implementation="flex_attention", status="failed"),
+        runner.Row(**pack, implementation="flash-msa", status="skipped"),
+    ]
+    report = make_report()
+    lines = format_markdown(replace(report, rows=(*report.rows, *rows))).splitlines()
+    assert lines[:15] == [
         "| forward / backward, ms | 4096 tokens | 8192 tokens |",
         "|---|---|---|",
         "| msa_vendored | 0.512 / 0.512 | 1.02 / 1.02 |",
-        "| FlashAttention-4 dense | 2.05 / 2.05 | 4.1 / 4.1 |",
-        "| flash-msa | 1 / – (wrong) |  |",
+        "| FlashAttention-4 dense | 2.05 / 2.05 | 4.10 / 4.10 |",
+        "| flash-msa | 1.00 / – (wrong) |  |",
+        "| flex_attention | failed |  |",
+        "",
+        "| forward / backward, ms | msa_vendored | flex_attention |",
+        "|---|---|---|",
+        "| a pack | 2,500 (of 3) / – | failed |",
+        "",
+        "| msa_vendored, ms | index |",
+        "|---|---|",
+        "| a pack | 0.100 |",
         "",
     ]
-    assert lines[6].startswith("a card, driver 1, CUDA 13,")
+    assert lines[15].startswith("a card, driver 1, CUDA 13,")
 
 
 def test_results_can_be_printed_and_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,12 +267,12 @@ def test_cases_come_in_the_order_of_what_matters(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     path = tmp_path / "packs.jsonl"
-    path.write_text('{"case_id":8,"cu_seqlens":[0,40000,196608]}')
+    path.write_text('{"case_id":8,"cu_seqlens":[0,30000,196608]}')
     options = parser.parse_args(["--tokens", "4096,512", "--packs", str(path)])
     assert [(case.tokens, case.selection, len(case.lengths)) for case in cli.list_cases(options)] == [
         (4096, "random", 1),
         (512, "random", 1),
-        (32768, "random", 1),
+        (30000, "random", 1),
         (196608, "random", 2),
         (4096, "mixed", 1),
         (512, "mixed", 1),

@@ -254,6 +254,46 @@ def test_a_damaged_entry_is_made_again_and_never_run(linker: Linker, tmp_path: P
     assert entry.read_bytes() == whole
 
 
+def test_containers_that_share_a_folder_do_not_write_into_one_another(linker: Linker, tmp_path: Path) -> None:
+    """Guards a torn object: process ids are equal in two containers, and on some file systems locks are not shared."""
+    path = tmp_path / "stage-sm_90a.o"
+    name = compiling._function_name("{}")
+
+    def export_at_once(partial: str, *, function_name: str) -> None:
+        Path(partial).write_text(f"object of the other as {function_name}")
+
+    def export_slowly(partial: str, *, function_name: str) -> None:
+        with Path(partial).open("w") as file:
+            file.write("object of ")
+            file.flush()
+            assert compiling._store_entry(path, "{}", SimpleNamespace(export_to_c=export_at_once))
+            assert path.read_bytes().startswith(f"object of the other as {name}".encode())
+            file.write(f"this one as {function_name}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiling._store_entry(path, "{}", SimpleNamespace(export_to_c=export_slowly))
+    assert path.read_bytes().startswith(f"object of this one as {name}".encode())
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_private_files_of_killed_writers_are_removed_after_a_day(linker: Linker, tmp_path: Path) -> None:
+    """Guards a folder that grows by an object for every job that was killed in its first seconds."""
+    load_kernel(Compiler().compile_stage, arch="sm_90a")
+    (entry,) = entries(tmp_path)
+    old, young, other = (
+        entry.with_name(name) for name in (f".{entry.stem}.old.o", f".{entry.stem}.young.o", ".another.old.o")
+    )
+    for path in (old, young, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (time.time() - compiling.ABANDONED_AFTER_S - 60,) * 2)
+    entry.unlink()
+    forget_kernels()
+    load_kernel(Compiler().compile_stage, arch="sm_90a")
+    assert sorted(path.name for path in entry.parent.glob(".*")) == sorted([young.name, other.name])
+
+
 def test_an_entry_that_does_not_load_is_made_again_and_the_kernel_still_runs(linker: Linker) -> None:
     """Guards a runtime library that another version replaced: the kernel in memory serves, and it is said."""
     compiler = Compiler()

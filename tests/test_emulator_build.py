@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ptx_emulator import EmulationError, Kernel, Options, PtxError, Report, build, emulate
+from ptx_emulator.frames import remember_frames
 from ptx_emulator.ptx import parse_entries, split_operands
 from ptx_emulator.snippets import module
 
@@ -32,12 +34,17 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build.find_compiler()
 
 
-def test_failed_build_leaves_no_library(tmp_path: Path) -> None:
-    """A half-written library that the next process would load."""
-    target = tmp_path / "libemulator.so"
+def test_failed_build_leaves_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written library that the next process would load. One file of two is right, as it compiles in no time."""
+    sources, out = tmp_path / "core", tmp_path / "out"
+    for folder in (sources, out):
+        folder.mkdir()
+    (sources / "right.cpp").write_text("int right() { return 1; }\n")
+    (sources / "wrong.cpp").write_text('#include "alu.inc"\n')
+    monkeypatch.setattr(build, "CORE", sources)
     with pytest.raises(build.BuildError, match="error"):
-        build._compile(build.find_compiler(), {"alu.inc": "#error broken", "kinds.inc": "#error broken"}, target)
-    assert list(tmp_path.iterdir()) == []
+        build._compile(build.find_compiler(), {"alu.inc": "#error broken"}, out / "libemulator.so")
+    assert list(out.iterdir()) == []
 
 
 def test_reader_keeps_scopes_lines_and_sources() -> None:
@@ -100,3 +107,23 @@ def test_loop_of_launches_keeps_memory() -> None:
     for _ in range(3):
         emulate(kernel, tensor).require_clean()
     assert int(tensor) == 96
+
+
+def test_remembered_frames_are_those_of_inspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finding that names the line of another instruction: of another call in the line, or of a loop's first round."""
+    look_up = inspect.getframeinfo
+    monkeypatch.setattr(inspect, "getframeinfo", look_up)
+    remember_frames()
+
+    def ask() -> bool:
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        return inspect.getframeinfo(frame.f_back) == look_up(frame.f_back)
+
+    for _ in range(2):
+        assert [ask(), ask()] == [True, True]
+        code = compile("\n\nright = [ask(),\n  ask()]", "made here", "exec")
+        names: dict[str, object] = {"ask": ask}
+        exec(code, names)  # noqa: S102 -- code without a file, as the DSL makes it
+        assert names["right"] == [True, True]

@@ -74,6 +74,9 @@ def test_lane_instruction_agrees_with_the_card(card: Card, opcode: str) -> None:
             ]
         if opcode.startswith(("div.s", "div.u", "rem.")):  # division by zero is left open
             sources[1].view(torch.int32 if WIDTHS[op.sources[1]] == 4 else torch.int64).bitwise_or_(1)
+        if opcode in ("bfi.b64", "bfe.u64"):  # position and length: ptxas's code looks at more than the ISA's 8 bits
+            for source in sources[-2:]:
+                source.view(torch.int32).bitwise_and_(255)
         if opcode.startswith("fns"):  # results for offsets out of range are left open
             sources[1:] = [torch.full((32,), 1, dtype=torch.int32).view(torch.uint8)] * 2
         out = torch.zeros(32 * WIDTHS[kind], dtype=torch.uint8)

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sm_count": 1,
     },
     # Four heads a KV head: Q comes by gathers of four rows.
-    "ratio4": {"query_lengths": [100, 60], "topk": 4, "heads_per_index_head": 4, "sm_count": 1},
+    "ratio4": {"query_lengths": [100, 60], "topk": 4, "ratio": 4, "sm_count": 1},
 }
 
 

@@ -130,10 +130,11 @@ COMPILER = """
 import shutil, sys, time
 if "--version" in sys.argv:
     print("copying compiler 1.0"); raise SystemExit
+target = sys.argv[sys.argv.index("-o") + 1]
 with open({log!r}, "a") as log:
-    log.write("compiled\\n")
-time.sleep(0.5)
-shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
+    log.write(target.rpartition("/")[2] + "\\n")
+time.sleep(0 if "-c" in sys.argv else 0.5)
+shutil.copy({library!r}, target)
 """
 
 
@@ -144,7 +145,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parent
     environment = {
         **os.environ,
-        "CXX": f"{sys.executable} {script}",
+        "CXX": f"{sys.executable} -IS {script}",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
     }
@@ -157,5 +158,26 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
-    assert log.read_text("utf-8") == "compiled\n"
+    objects = [f"{source.stem}.o" for source in build.CORE.glob("*.cpp")]
+    assert sorted(log.read_text("utf-8").split()) == sorted([*objects, "libemulator.so"])
     assert {path.name for path in Path(outputs[0][0].strip()).parent.iterdir()} == {"lock", "libemulator.so"}
+
+
+FIND_LAUNCH = """
+import ctypes, sys
+from ptx_emulator.bindings import library, replace_cuda
+library()
+everywhere = ctypes.CDLL(None)
+found = [hasattr(everywhere, "_cudaLaunchKernelEx")]
+replace_cuda()
+print(*found, hasattr(everywhere, "_cudaLaunchKernelEx"), hasattr(library(), "_cudaLaunchKernelEx"))
+"""
+
+
+def test_cuda_is_replaced_only_where_it_is_asked_for() -> None:
+    """Kernels of a card that the emulator launches instead, because PTX was emulated in the same process before."""
+    tests = Path(__file__).resolve().parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", FIND_LAUNCH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.stdout == "False True True\n", done.stderr

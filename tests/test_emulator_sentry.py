@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,18 +138,50 @@ st.global.v2.b32 [%rd1], {%r1, %r2}; st.global.b64 [%rd1], %rd2; red.shared.add.
     )
 
 
-def test_a_verified_kernel_needs_a_rejected_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verifier that accepts everything must fail the session, and so must an unsupported kernel alone."""
-    answers = {"all": "race_free", "none": "unsupported", "whole": "potential_race"}
-    for word, status in (("all", 1), ("none", 2), ("whole", 1)):
-        monkeypatch.setattr(sentry, "verify", lambda *_a, w=word, **_k: Opinion(answers[w], "", 0))
-        assert sentry.run_one("gemm") == status
+def answer(monkeypatch: pytest.MonkeyPatch, whole: str, mutants: str = "", detail: str = "") -> int:
+    """Status of the session for the GEMM if SentryWard answered this."""
 
-    def right(ptx: str, *_arguments: object, **_options: object) -> Opinion:
-        return Opinion("race_free" if ptx == gemm.make_text() else "not_wellsynced", "", 0)
+    def verify(ptx: str, *_arguments: object, **_options: object) -> Opinion:
+        return Opinion(whole if ptx == gemm.make_text() else mutants or whole, detail, 0)
 
-    monkeypatch.setattr(sentry, "verify", right)
-    assert sentry.run_one("gemm") == 0
+    monkeypatch.setattr(sentry, "verify", verify)
+    return sentry.run_one("gemm")
+
+
+@pytest.mark.parametrize(
+    ("whole", "mutants", "status"),
+    [
+        ("race_free", "not_wellsynced", sentry.VERIFIED),
+        ("race_free", "race_free", sentry.FAILED),
+        ("race_free", "unsupported", sentry.FAILED),
+        ("race_free", "timeout", sentry.NO_ANSWER),
+        ("potential_race", "not_wellsynced", sentry.FAILED),
+        ("timeout", "", sentry.NO_ANSWER),
+        ("unsupported", "", sentry.FAILED),
+    ],
+)
+def test_only_a_verified_kernel_with_a_rejected_mutant_counts(
+    monkeypatch: pytest.MonkeyPatch, whole: str, mutants: str, status: int
+) -> None:
+    """A verifier that accepts everything, or that has stopped to take a kernel, must not pass for agreement."""
+    assert answer(monkeypatch, whole, mutants) == status
+
+
+def test_what_is_unsupported_is_registered_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another reason, or an answer at last, must be seen: the list is what the documents repeat."""
+    monkeypatch.setattr(sentry, "EXPECTED_UNSUPPORTED", {"gemm": "wgmma"})
+    assert answer(monkeypatch, "unsupported", detail="wgmma, line 3: wgmma.fence") == sentry.UNSUPPORTED
+    assert answer(monkeypatch, "unsupported", detail="not_static, line 3: bra") == sentry.FAILED
+    assert answer(monkeypatch, "race_free", "not_wellsynced") == sentry.FAILED
+
+
+def test_the_session_needs_one_verified_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 0 where nothing was proven: every kernel unsupported, or without an answer; or one has crashed."""
+    codes: list[int] = []
+    monkeypatch.setattr("subprocess.run", lambda *_a, **_k: SimpleNamespace(returncode=codes.pop(0)))
+    for statuses, status in (([0, 2, 3, 4], 0), ([2, 3, 4], 1), ([0, 1], 1), ([0, -11], 1)):
+        codes[:] = statuses
+        assert sentry.run_several([str(i) for i in range(len(statuses))], 1) == status
 
 
 def test_a_kernel_that_is_wrong_in_the_emulator_is_not_put_to_the_verifier() -> None:

@@ -11,8 +11,8 @@ import pytest
 from rebase_lab import HEADER, Lab
 
 from msa_vendored.vendoring.checks import verify_checkout
+from msa_vendored.vendoring.partials import remove_tree
 from msa_vendored.vendoring.pin_series import read_pin_series
-from msa_vendored.vendoring.vendor import remove_tree
 
 SOURCE = b"".join(b"line %d\n" % number for number in range(12))
 

@@ -218,6 +218,37 @@ print([path.name for path in find_plan()])
     assert name.endswith(".so")
 
 
+def test_two_containers_do_not_export_into_one_file(tmp_path: Path) -> None:
+    """Guards aot-temporary: two containers that share a home have equal process ids.
+
+    The second one would write into what the first has under way, and publish it half-written.
+    """
+    code = """
+import pathlib
+aot = importlib.import_module(PACKAGE + ".cute.src.common.aot_cache")
+found = []
+class Slow:
+    def export_to_c(self, path, function_name):
+        with open(path, "w") as file:
+            file.write("half")
+            file.flush()
+            aot.save_aot(("fwd", 128), Quick())
+            found.append(pathlib.Path(aot._key_to_path(("fwd", 128)) + ".o").read_text())
+            file.write(" and half")
+class Quick:
+    def export_to_c(self, path, function_name):
+        with open(path, "a") as file:
+            file.write("whole")
+aot.save_aot(("fwd", 128), Slow())
+folder = pathlib.Path(aot._AOT_CACHE_DIR)
+print(json.dumps([*found, *(path.read_text() for path in folder.glob("*.o")), len(list(folder.glob("*.tmp*")))]))
+"""
+    environment = {"MM_SPARSE_ATTN_AOT_CACHE": str(tmp_path / "aot"), "CUTE_DSL_ARCH": "sm_100a"}
+    *objects, left = json.loads(run_python(code, **environment).splitlines()[-1])
+    assert objects == ["whole", "half and half"], f"objects that were loaded: {objects}"
+    assert left == 0
+
+
 def test_the_warm_up_finds_the_csr_builder(tmp_path: Path) -> None:
     """Guards warmup-import: a statement that cannot be made relative stops the build, or imports another ``src``."""
     code = """

@@ -21,10 +21,11 @@ import pytest
 from msa_vendored.vendoring.__main__ import main
 from msa_vendored.vendoring.filepatch import apply_file_patch
 from msa_vendored.vendoring.lock import dump_lock, read_lock
+from msa_vendored.vendoring.partials import remove_tree
 from msa_vendored.vendoring.pin_series import read_pin_series
 from msa_vendored.vendoring.pipeline import read_checkout
 from msa_vendored.vendoring.rebase.wheels import find_wheel
-from msa_vendored.vendoring.vendor import remove_tree, vendor_pin
+from msa_vendored.vendoring.vendor import vendor_pin
 
 pytestmark = pytest.mark.network
 
@@ -50,6 +51,7 @@ VERDICTS = {
         "private-registration": "moved",
         "sys-path": "moved",
         "compile-hook": "moved",
+        "aot-temporary": "moved",
     },
 }
 VERDICTS["0.33.0"] = VERDICTS["0.32.0"]

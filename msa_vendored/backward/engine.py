@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from msa_vendored.backward.accumulation import DQAccumulation
+from msa_vendored.backward.accumulation import DQ_DTYPES, DQAccumulation, choose_dq_accumulation
 from msa_vendored.backward.arguments import require_operands, require_scale
 from msa_vendored.backward.checks import aligned_operand, require_tensor
 from msa_vendored.backward.error_word import ErrorWord, find_error_word, get_error_word
@@ -47,7 +47,7 @@ def run_backward(
     out: torch.Tensor,
     schedule: MSABackwardSchedule,
     softmax_scale: float | None = None,
-    dq_accumulation: DQAccumulation = "bf16",
+    dq_accumulation: DQAccumulation | None = None,
     deterministic: bool = False,
     check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,8 +68,10 @@ def run_backward(
         schedule: selection in CSR form; :class:`MSABackwardSchedule` for 4 key heads, its subclass
             :class:`msa_vendored.reference.BackwardSchedule` for any number.
         softmax_scale: factor on the logits; ``128 ** -0.5`` if None.
-        dq_accumulation: type of the sums of dq between key blocks. ``"fp32"`` has an error that does not grow with
-            the number of blocks, and moves twice the bytes.
+        dq_accumulation: type of the sums of dq between key blocks; None is ``"bf16"``, which rounds once a block. On
+            SM90 there is ``"fp16"``, with an eighth of that error for the same bytes: each row is scaled by a power of
+            two that no sum can overflow (:mod:`msa_vendored.backward.dq_scale`), and dq is passed over once more. The
+            error of ``"fp32"`` does not grow with the number of blocks; it moves twice the bytes.
         deterministic: same bits for the same arguments. Every sum is then made by one CTA in a fixed order, which takes
             two passes of the main kernel, one for dk and dv and one for dq.
         check: wait for the device, and raise if it found the schedule inconsistent. Without it, the next call on
@@ -98,13 +100,14 @@ def run_backward(
     """
     require_tensor("q", q)
     arch = require_arch(q.device)
+    accumulation = choose_dq_accumulation(arch, dq_accumulation)
     sizes = require_operands(
         schedule,
-        dq_accumulation,
+        accumulation,
         {"q": q, "k_aligned": k_aligned, "v_aligned": v_aligned, "grad_out": grad_out, "lse": lse, "out": out},
     )
     scale = require_scale(softmax_scale)
-    structure = Structure(arch, sizes.ratio, dq_accumulation, bool(deterministic))
+    structure = Structure(arch, sizes.ratio, accumulation, bool(deterministic))
     _require_capturable(q.device, structure, check)
     with torch.no_grad(), torch.cuda.device(q.device):
         error = get_error_word(q.device)
@@ -154,11 +157,16 @@ def launch(
     walks, in_place = tuple(run.walk for run in stages.passes), stages.dq_in_place
     plan = plan_call(sizes, stages.walk.window, walks, multiprocessors, dq_in_place=in_place)
     parts = plan.workspace.allocate(q.device)
-    dq, dkv = torch.zeros_like(q) if in_place else torch.empty_like(q), q.new_empty((2, *k.shape))
-    dq_sum = dq.view(-1) if in_place else parts["dq_sum"]
+    dq, dkv = torch.empty_like(q), q.new_empty((2, *k.shape))
+    dq_sum = dq.view(DQ_DTYPES[sizes.dq_accumulation]).view(-1) if in_place else parts["dq_sum"]
     tables = parts["task_meta"], parts["task_qrows"], parts["task_qpos"]
     documents = schedule.cu_seqlens, schedule.document_workspace_starts
-    stages.delta(out, grad_out, parts["delta"])
+    scale: tuple[torch.Tensor, ...] = ()
+    if stages.key_maxima is not None:
+        scale = parts["norms"], parts["key_maxima"]
+        items = schedule.scheduler_metadata, schedule.work_count
+        stages.key_maxima(k, v, *items, *documents, parts["key_maxima"].view(torch.int32))
+    stages.delta(out, grad_out, parts["delta"], *((dq,) if in_place else ()), *scale[:1])
     for run, how in zip(stages.passes, plan.passes, strict=True):
         grid = grid_bound(how.chunks, multiprocessors)
         run.build_tasks(
@@ -169,10 +177,11 @@ def launch(
         stages.main(
             MainArguments(
                 q, k, v, grad_out, lse, parts["delta"], *tables, *documents, parts["descriptor"], dq_sum,
-                parts["dkv_sum"], softmax_scale, grid, GRADIENTS[run.walk],
+                parts["dkv_sum"], softmax_scale, grid, GRADIENTS[run.walk], scale,
             )
         )  # fmt: skip
-    stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word)
+    undo = (*scale, softmax_scale) if scale else ()
+    stages.postprocess(dq_sum, dq, parts["dkv_sum"], dkv, parts["error_word"], error.word, *undo)
     error.enqueue_copy()
     return dq, dkv[0], dkv[1]
 

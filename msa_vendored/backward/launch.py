@@ -24,7 +24,7 @@ def run_backward(
     out: torch.Tensor,
     schedule: MSABackwardSchedule,
     softmax_scale: float | None = None,
-    dq_accumulation: DQAccumulation = "bf16",
+    dq_accumulation: DQAccumulation | None = None,
     deterministic: bool = False,
     check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -106,13 +106,16 @@ def plan_call(
     passes = tuple(_plan_pass(s, window, walk, multiprocessors) for walk in walks)
     capacity, slots = max(p.capacity for p in passes), queries_per_task(s.ratio)
     f32, i32 = torch.float32, torch.int32
+    scaled = s.dq_accumulation == "fp16"
     dkv_elements = 2 * s.workspace_rows * s.key_heads * HEAD_DIM
     dq_elements = 0 if dq_in_place else s.tokens * s.query_heads * HEAD_DIM
     regions = [
         Region("dq_sum", DQ_DTYPES[s.dq_accumulation], (dq_elements,), zeroed=True),
         Region("dkv_sum", f32, (dkv_elements,), zeroed=True),
         Region("error_word", i32, (1,), zeroed=True),
+        Region("key_maxima", f32, (s.key_heads if scaled else 0, 2), zeroed=True),
         Region("delta", f32, (s.tokens, s.query_heads)),
+        Region("norms", f32, (s.tokens if scaled else 0, s.query_heads)),
         Region("scratch", i32, (max(p.scratch_words for p in passes),)),
         Region("task_meta", i32, (capacity, 4)),
         Region("task_qrows", i32, (capacity, slots)),

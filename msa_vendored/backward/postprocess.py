@@ -15,12 +15,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 
+from msa_vendored.backward.dq_scale import factor_exponent, power_of_two
 from msa_vendored.backward.pool_order import IN_PLACE, VECTOR_BYTES, GranulePlan, plan_granules
 from msa_vendored.compiling import compile_options
 
-POOL_DTYPES = {"fp32": Float32, "bf16": BFloat16}
+POOL_DTYPES = {"fp32": Float32, "bf16": BFloat16, "fp16": Float16}
 HEAD_DIM = 128
 KEYS_PER_BLOCK = 128
 OCTET = 8
@@ -48,7 +49,14 @@ class PoolReader:
 
     @cute.jit
     def convert(
-        self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32, spoilt: Boolean
+        self,
+        source: cute.Pointer,
+        target: cute.Pointer,
+        cta: Int32,
+        rows: Int32,
+        inner: Int32,
+        spoilt: Boolean,
+        scale: Any = None,
     ) -> None:
         """One CTA's granules. Row r of tile t is the target's ``(t // inner * tile_rows + r) * inner + t % inner``."""
         thread, _, _ = cute.arch.thread_idx()
@@ -109,7 +117,14 @@ class InPlace:
 
     @cute.jit
     def convert(
-        self, source: cute.Pointer, target: cute.Pointer, cta: Int32, rows: Int32, inner: Int32, spoilt: Boolean
+        self,
+        source: cute.Pointer,
+        target: cute.Pointer,
+        cta: Int32,
+        rows: Int32,
+        inner: Int32,
+        spoilt: Boolean,
+        scale: Any = None,
     ) -> None:
         """NaN everywhere if ``spoilt``."""
         if spoilt:
@@ -121,12 +136,76 @@ class InPlace:
                 cute.make_tensor(target + base, cute.make_layout(OCTET)).store(values.load())
 
 
+class ScaledInPlace:
+    """Turns dQ from fp16, each row times a power of two, into bf16 where it is."""
+
+    rows_per_cta = THREADS * VECTORS_IN_FLIGHT * OCTET // HEAD_DIM
+
+    def ctas(self, rows: Int32) -> Int32:
+        """CTAs for ``rows`` rows."""
+        return cute.ceil_div(rows * (HEAD_DIM // OCTET), THREADS * VECTORS_IN_FLIGHT)
+
+    @cute.jit
+    def convert(
+        self,
+        source: cute.Pointer,
+        target: cute.Pointer,
+        cta: Int32,
+        rows: Int32,
+        inner: Int32,
+        spoilt: Boolean,
+        scale: Any,
+    ) -> None:
+        """One CTA's octets; a thread's are ``THREADS`` apart. No octet is read but by the thread that writes it."""
+        thread, _, _ = cute.arch.thread_idx()
+        first, limit = cta * (THREADS * VECTORS_IN_FLIGHT) + thread, rows * (HEAD_DIM // OCTET)
+        inverses = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.rows_per_cta))
+        loaded = [cute.make_rmem_tensor(OCTET, Float16) for _ in range(VECTORS_IN_FLIGHT)]
+        for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
+            if first + i * THREADS < limit:
+                loaded[i].store(self.locate(source, first + i * THREADS).load())
+        row = cta * self.rows_per_cta + thread
+        if (thread < self.rows_per_cta) & (row < rows):
+            inverses[thread] = self.inverse_factor(row, scale)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
+            octet = first + i * THREADS
+            if octet < limit:
+                inverse = inverses[(i * THREADS + thread) // (HEAD_DIM // OCTET)]
+                values = cute.make_rmem_tensor(OCTET, BFloat16)
+                values.store((loaded[i].load().to(Float32) * inverse).to(BFloat16))
+                if spoilt:
+                    values.fill(BFloat16(math.nan))
+                self.locate(target, octet).store(values.load())
+
+    def locate(self, base: cute.Pointer, octet: Int32) -> cute.Tensor:
+        """An octet of dq."""
+        return cute.make_tensor(base + cute.assume(Int64(octet) * OCTET, divby=OCTET), cute.make_layout(OCTET))
+
+    @cute.jit
+    def inverse_factor(self, row: Int32, scale: Any) -> Float32:
+        """What undoes the factor of a row, token * heads + head."""
+        norms, key_maxima, softmax_scale = scale
+        heads, kv_heads = norms.shape[1], key_maxima.shape[0]
+        kv_head = row % heads // (heads // kv_heads)
+        norm = cute.make_tensor(norms.iterator + row, cute.make_layout(1))[0]
+        biased = factor_exponent(norm, key_maxima[kv_head, 0], key_maxima[kv_head, 1], softmax_scale)
+        return power_of_two(2 * 127 - biased)
+
+
+def choose_reader(dtype: str, order: str) -> Any:
+    """What converts the dQ pool."""
+    if order != IN_PLACE:
+        return PoolReader(dtype, order)
+    return ScaledInPlace() if dtype == "fp16" else InPlace()
+
+
 class Postprocess:
     """Host function and kernel for one dtype and order of the dQ pool and one order of the dK and dV pools."""
 
     def __init__(self, dq_dtype: str, dq_order: str, dkv_order: str) -> None:
         self.dq_dtype = POOL_DTYPES[dq_dtype]
-        self.dq = InPlace() if dq_order == IN_PLACE else PoolReader(dq_dtype, dq_order)
+        self.dq = choose_reader(dq_dtype, dq_order)
         self.dkv = PoolReader("fp32", dkv_order)
 
     @cute.jit
@@ -134,7 +213,7 @@ class Postprocess:
         self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, stream: Any
     ) -> None:
         """One launch; see :func:`compile_postprocess`."""
-        self.launch(dq_pool, dq, dkv_pool, dkv, None, stream)
+        self.launch(dq_pool, dq, dkv_pool, dkv, None, None, stream)
 
     @cute.jit
     def report(
@@ -148,18 +227,44 @@ class Postprocess:
         stream: Any,
     ) -> None:
         """One launch that also reports; see :func:`compile_postprocess`."""
-        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), stream)
+        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), None, stream)
+
+    @cute.jit
+    def report_scaled(
+        self,
+        dq_pool: cute.Tensor,
+        dq: cute.Tensor,
+        dkv_pool: cute.Tensor,
+        dkv: cute.Tensor,
+        error_word: cute.Tensor,
+        device_word: cute.Tensor,
+        norms: cute.Tensor,
+        key_maxima: cute.Tensor,
+        softmax_scale: Float32,
+        stream: Any,
+    ) -> None:
+        """As :meth:`report`, of scaled sums."""
+        scale = (norms, key_maxima, softmax_scale)
+        self.launch(dq_pool, dq, dkv_pool, dkv, (error_word, device_word), scale, stream)
 
     @cute.jit
     def launch(
-        self, dq_pool: cute.Tensor, dq: cute.Tensor, dkv_pool: cute.Tensor, dkv: cute.Tensor, words: Any, stream: Any
+        self,
+        dq_pool: cute.Tensor,
+        dq: cute.Tensor,
+        dkv_pool: cute.Tensor,
+        dkv: cute.Tensor,
+        words: Any,
+        scale: Any,
+        stream: Any,
     ) -> None:
         """CTAs for dQ, then CTAs for dK and dV."""
         dq_rows, dkv_rows, kv_heads = dq.shape[0] * dq.shape[1], 2 * dkv.shape[1] * dkv.shape[2], dkv.shape[2]
         dq_ctas = self.dq.ctas(dq_rows)
         self.convert(
-            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, words, dq_ctas, dq_rows, dkv_rows, kv_heads
-        ).launch(grid=(dq_ctas + self.dkv.ctas(dkv_rows), 1, 1), block=(THREADS, 1, 1), stream=stream)
+            dq_pool.iterator, dq.iterator, dkv_pool.iterator, dkv.iterator, words, scale, dq_ctas, dq_rows, dkv_rows,
+            kv_heads,
+        ).launch(grid=(dq_ctas + self.dkv.ctas(dkv_rows), 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def convert(
@@ -169,6 +274,7 @@ class Postprocess:
         dkv_pool: cute.Pointer,
         dkv: cute.Pointer,
         words: Any,
+        scale: Any,
         dq_ctas: Int32,
         dq_rows: Int32,
         dkv_rows: Int32,
@@ -184,7 +290,7 @@ class Postprocess:
             if spoilt & (cta == 0) & (thread == 0):
                 cute.arch.atomic_or(device_word.iterator, error_word[0])
         if cta < dq_ctas:
-            self.dq.convert(dq_pool, dq, cta, dq_rows, 1, spoilt)
+            self.dq.convert(dq_pool, dq, cta, dq_rows, 1, spoilt, scale)
         else:
             self.dkv.convert(dkv_pool, dkv, cta - dq_ctas, dkv_rows, kv_heads, spoilt)
 
@@ -196,12 +302,14 @@ def compile_postprocess(
 
     Args:
         arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
-        dq_dtype: ``"fp32"`` or ``"bf16"``, type of the dQ pool.
+        dq_dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``, type of the dQ pool.
         dq_order: order of the dQ pool; its tiles are groups of neighbouring heads of a token. Or
-            :data:`~msa_vendored.backward.pool_order.IN_PLACE`: the pool, of bf16, is dq.
+            :data:`~msa_vendored.backward.pool_order.IN_PLACE`: the pool is dq itself. If it is of fp16, its rows are
+            scaled, and errors have to be reported.
         dkv_order: order of the fp32 dK and dV pools; its tiles are the 128 keys of a key block and kv head.
         report_errors: two more arguments ``(error_word, device_word)``, int32 ``[1]``: if the first is not 0, it is
-            ORed into the second and the gradients become NaN.
+            ORed into the second and the gradients become NaN. In fp16 three more: ``(norms, key_maxima,
+            softmax_scale)``, see :mod:`msa_vendored.backward.dq_scale`.
 
     Returns:
         A function ``(dq_pool, dq, dkv_pool, dkv)`` on the current stream: flat pools of ``T * Hq * 128`` and
@@ -223,13 +331,20 @@ def compile_postprocess(
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=VECTOR_BYTES)
 
     words = [cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)] * 2 if report_errors else []
+    scale: list[Any] = []
+    function = stage.report if report_errors else stage
+    if dq_dtype == "fp16":
+        if not report_errors or dq_order != IN_PLACE:
+            raise ValueError("sums in fp16 are converted in place, with errors reported")
+        function, scale = stage.report_scaled, [fake(Float32, tokens, heads), fake(Float32, kv_heads, 2), Float32(1)]
     return cute.compile(
-        stage.report if report_errors else stage,
+        function,
         fake(stage.dq_dtype, cute.sym_int64()),
         fake(BFloat16, tokens, heads, HEAD_DIM),
         fake(Float32, cute.sym_int64()),
         fake(BFloat16, 2, rows, kv_heads, HEAD_DIM),
         *words,
+        *scale,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
     )

@@ -4,9 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from msa_vendored.backward.dq_scale import power_of_two
 from msa_vendored.backward.sm90_layout import (
     BARRIER_DS,
     CONSUMERS,
@@ -27,11 +28,14 @@ from msa_vendored.backward.sm90_ops import (
     bulk_add_f32,
     multiply,
     pack_bf16,
+    pack_fp16,
     store_matrix_x4,
     store_shared_f32x2,
     store_shared_f32x4,
     swizzled,
 )
+
+SUM_DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
 class AddSm90(StructureSm90):
@@ -42,9 +46,9 @@ class AddSm90(StructureSm90):
         heads = min(self.ratio, 8)
         inner = (self.sum_width, heads, HEAD_DIM // self.sum_width, 1)
         box = (1, self.sum_width, self.sum_width * heads, 0)
-        count = KEYS * ROWS * 2 // (heads * HEAD_DIM * (2 if self.bf16_sum else 4))
+        count = KEYS * ROWS * 2 // (heads * HEAD_DIM * self.sum_bytes)
         layout = cute.make_layout((inner, count), stride=(box, heads * HEAD_DIM))
-        dtype = BFloat16 if self.bf16_sum else Float32
+        dtype = SUM_DTYPES[self.dq_accumulation]
         pointer = cute.recast_ptr(base, cute.make_swizzle(*SWIZZLE_128B), dtype=dtype)
         tiles = cute.group_modes(cute.local_tile(tensor_map, inner, (None, None, None, None)), 0, 4)
         s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(pointer, layout), tiles)
@@ -83,6 +87,7 @@ class AddSm90(StructureSm90):
         token, head = self.token_row(info, task_qrows, first + lane % boxes), info[0]
         if cutlass.const_expr(self.ratio == 16):
             head = head * 2 + group
+        factors = self.load_factors(shared, stage, group * HALF + warp * 16 + lane // 4)
         warpgroup.wait_group(0)
         if not flags & LAST:
             cute.arch.sync_warp()
@@ -108,9 +113,12 @@ class AddSm90(StructureSm90):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.kv_empty.data_ptr())
         base = Int32(shared.ds.data_ptr().toint()) + (group * 4 + warp) * DQ_BYTES
-        first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * (2 if self.bf16_sum else 4)))
-        if cutlass.const_expr(self.wants_dq and self.bf16_sum):
-            self.store_dq_bf16(dq, base, lane)
+        first_box = (group * 4 + warp) * (DQ_BYTES // (min(self.ratio, 8) * HEAD_DIM * self.sum_bytes))
+        if cutlass.const_expr(self.wants_dq and not self.fp32_sum):
+            if cutlass.const_expr(self.scaled_sum):
+                for i in cutlass.range_constexpr(HALF):
+                    dq[i] = dq[i] * factors[i // 2 % 2]
+            self.store_dq_16(dq, base, lane)
             self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, 0, boxes)
         elif cutlass.const_expr(self.wants_dq):
             for below in cutlass.range_constexpr(2):
@@ -119,6 +127,13 @@ class AddSm90(StructureSm90):
                     cute.arch.sync_warp()
                 self.store_dq_fp32(dq, base, below, lane)
                 self.reduce_boxes(dq_atom, s_dq, g_dq, token, head, first_box, below * (boxes // 2), boxes // 2)
+
+    def load_factors(self, shared: Any, stage: Int32, row: Int32) -> list[Float32]:
+        """What scales dQ of a folded row, in the order of the statistics, and of the eighth after it."""
+        if not self.scaled_sum:
+            return []
+        exponents = cute.make_tensor(shared.exponents.data_ptr() + stage * ROWS, cute.make_layout(ROWS))
+        return [power_of_two(Int32(exponents[row + below * 8]) & 0xFF) for below in range(2)]
 
     @cute.jit
     def reduce_boxes(
@@ -142,15 +157,16 @@ class AddSm90(StructureSm90):
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_dq_bf16(self, dq: cute.Tensor, base: Int32, lane: Int32) -> None:
-        """16 rows of dQ to shared memory as boxes [token][column half][head][64], 128-byte swizzle."""
+    def store_dq_16(self, dq: cute.Tensor, base: Int32, lane: Int32) -> None:
+        """16 rows of dQ, bf16 or fp16, to shared memory as boxes [token][column half][head][64], 128-byte swizzle."""
         heads = min(self.ratio, 8)
         row, below, upper = lane % 8, lane // 8 % 2, lane // 16
         start = base + below * 2048 + row // heads * (heads * 256) + row % heads * 128
         for j in cutlass.range_constexpr(8):
             address = start + j // 4 * (heads * 128)
             chunk = (2 * (j % 4) + upper) ^ (address // 128 % 8)
-            words = [pack_bf16(dq[8 * j + 2 * i], dq[8 * j + 2 * i + 1]) for i in range(4)]
+            pack = pack_fp16 if self.scaled_sum else pack_bf16
+            words = [pack(dq[8 * j + 2 * i], dq[8 * j + 2 * i + 1]) for i in range(4)]
             store_matrix_x4(address + chunk * 16, words)
 
     @cute.jit

@@ -10,8 +10,8 @@ STAGES = 2
 WARPGROUP = 128
 THREADS = 3 * WARPGROUP
 CONSUMERS = 2 * WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
 TILE_BYTES = ROWS * HEAD_DIM * 2
 PLACE = 8
 """Words of ``info`` before the token rows of the slots: kv head, key block, flags, valid keys, task, distance from the
@@ -46,9 +46,11 @@ class StructureSm90:
         # TMA reductions of one CTA may overtake one another until they are complete, not merely read.
         self.read_suffices = gradients != "dq"
         self.slots = ROWS // ratio
-        self.bf16_sum = dq_accumulation == "bf16"
+        self.dq_accumulation = dq_accumulation
+        self.fp32_sum, self.scaled_sum = dq_accumulation == "fp32", dq_accumulation == "fp16"
+        self.sum_bytes = 4 if self.fp32_sum else 2
         # Elements of dQ in 128 bytes, the width of a swizzled row of shared memory.
-        self.sum_width = 64 if self.bf16_sum else 32
+        self.sum_width = 128 // self.sum_bytes
         # With 8 or 16 heads one TMA box brings both 64-column halves of a token: [2][ratio][64] elements.
         self.wide = ratio >= 8
         self.group_stride = ratio * HEAD_DIM if self.wide else 8 * 64

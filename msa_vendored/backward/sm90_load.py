@@ -4,9 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
+from msa_vendored.backward.dq_scale import factor_exponent
 from msa_vendored.backward.sm90_layout import (
     EVICT_LAST,
     FIRST,
@@ -118,20 +119,17 @@ class LoadSm90(StructureSm90):
         return s, g[None, 0, None, 0, None]
 
     @cute.jit
-    def load_statistics(
+    def load_places(
         self,
         shared: Any,
-        lse: cute.Tensor,
-        delta: cute.Tensor,
         task_meta: cute.Tensor,
         task_qrows: cute.Tensor,
         task_qpos: cute.Tensor,
         cu_seqlens: cute.Tensor,
         document_workspace_starts: cute.Tensor,
         descriptor: cute.Tensor,
-        softmax_scale: Float32,
     ) -> None:
-        """Warp 1: per folded row (lse * log2(e), delta * scale), per task its place, flags and key limits."""
+        """Warp 1: per task its place, flags and key limits."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         last_head, last_block = Int32(-1), Int32(-1)
@@ -157,7 +155,6 @@ class LoadSm90(StructureSm90):
                 distance = task_qpos[task, 0] - task_qrows[task, 0] - block * KEYS
                 if self.load_token_rows(info, task_qrows, task, distance, lane):
                     flags = flags | MASKED
-                self.load_rows(shared, lse, delta, task_qrows, task, head, stage, lane, softmax_scale)
                 if lane == 0:
                     info[0] = head
                     info[1] = block
@@ -165,6 +162,36 @@ class LoadSm90(StructureSm90):
                     info[3] = cutlass.min(keys, KEYS)
                     info[4] = task
                     info[5] = distance
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
+                count += 1
+
+    @cute.jit
+    def load_statistics(
+        self,
+        shared: Any,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        task_meta: cute.Tensor,
+        task_qrows: cute.Tensor,
+        descriptor: cute.Tensor,
+        bounds: Any,
+        softmax_scale: Float32,
+        half: Int32,
+    ) -> None:
+        """Warps 2 and 3, a half of the folded rows each: (lse * log2(e), delta * scale), and what scales dQ."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
+            begin, end = self.chunk_interval(chunk, descriptor)
+            for task in cutlass.range(begin, end, 1, unroll=1):
+                stage, phase = count % STAGES, (count // STAGES) % 2
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, phase ^ 1)
+                self.load_rows(
+                    shared, lse, delta, bounds, task_qrows, task, task_meta[task, 1], stage, half * HALF + lane,
+                    softmax_scale,
+                )  # fmt: skip
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.ready.data_ptr() + stage)
@@ -192,29 +219,41 @@ class LoadSm90(StructureSm90):
         shared: Any,
         lse: cute.Tensor,
         delta: cute.Tensor,
+        bounds: Any,
         task_qrows: cute.Tensor,
         task: Int32,
         head: Int32,
         stage: Int32,
-        lane: Int32,
+        first: Int32,
         softmax_scale: Float32,
     ) -> None:
-        """Statistics in the order of (half, row of the half). Rows without a query or a finite lse give P = dS = 0."""
+        """Folded rows ``first`` and 32 after it, to where half and row of the half put them.
+
+        Rows without a query or a finite lse give P = dS = 0.
+        """
         base = shared.statistics.data_ptr() + stage * (2 * ROWS)
         statistics = cute.make_tensor(base, cute.make_layout((2, ROWS), stride=(ROWS, 1)))
-        for i in cutlass.range_constexpr(ROWS // 32):
-            n = i * 32 + lane
+        for n in cutlass.range(first, first + HALF, 32, unroll=1):
             slot, member = n // self.ratio, n % self.ratio
             row = task_qrows[task, slot]
-            value, correction = Float32.inf, Float32(0.0)
+            value, correction, exponent = Float32.inf, Float32(0.0), Int32(127)
             if row >= 0:
-                loaded = lse[row, head * self.ratio + member] * LOG2_E
+                column = head * self.ratio + member
+                loaded = lse[row, column] * LOG2_E
                 # Neither infinity nor NaN passes.
                 if loaded - loaded == 0.0:
                     value = loaded
-                    correction = delta[row, head * self.ratio + member] * softmax_scale
+                    correction = delta[row, column] * softmax_scale
+                if cutlass.const_expr(self.scaled_sum):
+                    norms, key_maxima = bounds
+                    exponent = factor_exponent(
+                        norms[row, column], key_maxima[head, 0], key_maxima[head, 1], softmax_scale
+                    )
             position = n
             if cutlass.const_expr(self.ratio == 16):
                 position = member // 8 * HALF + slot * 8 + member % 8
             statistics[0, position] = value
             statistics[1, position] = correction
+            if cutlass.const_expr(self.scaled_sum):
+                exponents = cute.make_tensor(shared.exponents.data_ptr() + stage * ROWS, cute.make_layout(ROWS))
+                exponents[position] = Uint8(exponent)

@@ -80,6 +80,23 @@ def pack_bf16(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -
 
 
 @dsl_user_op
+def pack_fp16(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two fp32 rounded to nearest even as one register of two fp16, ``low`` in the low half."""
+    operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            operands,
+            "cvt.rn.f16x2.f32 $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
 def exp2_approx(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """``ex2.approx.ftz``: relative error 2^-22 (PTX ISA); exp2(-inf) = 0."""
     return Float32(
@@ -115,6 +132,12 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) 
 def float_of_bits(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The fp32 with these bits."""
     return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def bits_of_float(value: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of an fp32."""
+    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:

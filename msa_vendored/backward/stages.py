@@ -49,6 +49,8 @@ class MainArguments:
         softmax_scale: factor on the logits.
         grid: CTAs.
         gradients: one of :data:`GRADIENTS`; the sums of the others are left alone.
+        scale: in fp16 what the rows of ``dq_sum`` are scaled by: norms and key_maxima of
+            :mod:`msa_vendored.backward.dq_scale`.
     """
 
     q: torch.Tensor
@@ -68,6 +70,7 @@ class MainArguments:
     softmax_scale: float
     grid: int
     gradients: str = "all"
+    scale: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +117,15 @@ class Stages:
     """The four stages in the order of their launches; :func:`msa_vendored.backward.engine.launch` calls them.
 
     Attributes:
-        delta: ``(out, grad_out, delta)``.
+        delta: ``(out, grad_out, delta)``; also ``dq``, which it zeroes, where that is added to in place; in fp16 also
+            ``norms``.
         passes: what the task build and the main kernel run for; one, or two of which each owns what it adds to.
         main: adds to ``dq_sum`` and ``dkv_sum``.
         postprocess: ``(dq_sum, dq, dkv_sum, dkv, error_word, device_word)``, see
-            :func:`msa_vendored.backward.postprocess.compile_postprocess`.
+            :func:`msa_vendored.backward.postprocess.compile_postprocess`; in fp16 also ``norms, key_maxima, scale``.
         walk: how the main kernel likes its tasks ordered and cut.
-        dq_in_place: the main kernel adds to dq itself, which has to be zero then; there is no ``dq_sum`` beside it.
+        dq_in_place: the main kernel adds to dq itself, which delta zeroes; there is no ``dq_sum`` beside it.
+        key_maxima: in fp16, see :func:`msa_vendored.backward.dq_scale.compile_key_maxima`.
     """
 
     delta: Kernel
@@ -129,6 +134,7 @@ class Stages:
     postprocess: Kernel
     walk: Walk
     dq_in_place: bool = False
+    key_maxima: Kernel | None = None
 
 
 @lru_cache(maxsize=64)
@@ -186,22 +192,26 @@ def load_stages(structure: Structure, load: Callable[..., Kernel] = load_kernel)
     """
     _require_dsl()
     from msa_vendored.backward.delta import compile_delta
+    from msa_vendored.backward.dq_scale import compile_key_maxima
     from msa_vendored.backward.postprocess import compile_postprocess
     from msa_vendored.backward.task_build import compile_task_build
 
     arch, ratio = structure.arch, structure.ratio
+    scaled = structure.dq_accumulation == "fp16"
     walks = REPEATABLE_WALKS if structure.deterministic else ("even",)
     gradients = [GRADIENTS[walk] for walk in walks]
     main, orders = (_load_sm90 if arch == "sm_90a" else _load_sm100)(structure, gradients, load)
+    in_place = orders["dq_order"] == IN_PLACE
     return Stages(
-        delta=load(compile_delta, arch=arch),
+        delta=load(compile_delta, arch=arch, zeroes=in_place, norms=scaled),
         passes=tuple(Pass(walk, load(compile_task_build, arch=arch, ratio=ratio, walk=walk)) for walk in walks),
         main=main,
         postprocess=load(
             compile_postprocess, arch=arch, dq_dtype=structure.dq_accumulation, report_errors=True, **orders
         ),
         walk=WALKS[arch],
-        dq_in_place=orders["dq_order"] == IN_PLACE,
+        dq_in_place=in_place,
+        key_maxima=load(compile_key_maxima, arch=arch) if scaled else None,
     )
 
 
@@ -254,10 +264,11 @@ def _load_sm90(
         dk_sum, dv_sum = a.dkv_sum.view(2, -1, a.k.shape[1], 128 * 128)
         kernels[a.gradients](
             a.q, a.k, a.v, a.grad_out, a.lse, a.delta, a.task_meta, a.task_qrows, a.task_qpos, a.cu_seqlens,
-            a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, a.softmax_scale, a.grid,
+            a.document_workspace_starts, a.descriptor, a.dq_sum.view_as(a.q), dk_sum, dv_sum, *a.scale,
+            a.softmax_scale, a.grid,
         )  # fmt: skip
 
-    return main, {"dq_order": IN_PLACE if dq_accumulation == "bf16" else ROW_ORDER, "dkv_order": SM90_DKV_ORDER}
+    return main, {"dq_order": ROW_ORDER if dq_accumulation == "fp32" else IN_PLACE, "dkv_order": SM90_DKV_ORDER}
 
 
 def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, gradients: str = "all") -> Kernel:

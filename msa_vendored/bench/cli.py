@@ -23,12 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of the benchmark; imports nothing heavy."""
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="token counts, comma-separated")
     parser.add_argument("--selections", type=_names, default=("random", "mixed"), help="random,mixed")
+    parser.add_argument("--every-selection", action="store_true", help="for sparse peers too, not only the first")
     parser.add_argument("--only", type=_names, default=(), help="implementations whose names contain one of these")
     parser.add_argument("--skip", type=_names, default=(), help="leave out those whose names contain one of these")
-    parser.add_argument("--packs", type=Path, help="file of packs: JSON lines with case_id and cu_seqlens")
+    parser.add_argument("--packs", type=Path, help="file of packs instead of drawn ones: case_id and cu_seqlens a line")
     parser.add_argument("--no-packs", action="store_true", help="leave packed documents out")
     parser.add_argument("--no-whole-pack", action="store_true", help=f"leave {WHOLE_PACK_TOKENS:,} packed tokens out")
     parser.add_argument("--iterations", type=int, default=20, help="timed calls of each part")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="fewer calls, at least 3, where a part takes longer"
+    )
     parser.add_argument("--operand-sets", type=int, default=2, help="sets of operands that calls rotate over")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
@@ -71,7 +75,14 @@ def measure(options: argparse.Namespace) -> Report:
 
     cases = list_cases(options)
     chosen = choose_implementations(options.only, options.skip)
-    settings = runner.Settings(options.iterations, options.operand_sets, options.seed, not options.no_check)
+    settings = runner.Settings(
+        options.iterations,
+        options.operand_sets,
+        options.seed,
+        not options.no_check,
+        options.seconds,
+        options.every_selection,
+    )
     found = runner.Report(runner.describe_environment(), 0.0, 0.0, ())  # refuses a host without a GPU before the bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -103,19 +114,17 @@ def _single(tokens: int, selection: str) -> Case:
 
 
 def list_packs(options: argparse.Namespace) -> list[Case]:
-    """Packs of the file, cut to either size, or drawn ones."""
+    """Packs of the file, documents that fit the smaller size and then whole, or drawn ones."""
     from msa_vendored.bench.workload import Case, draw_pack, read_packs
 
     if options.no_packs:
         return []
-    cases: list[Case] = []
-    for size in [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]:
-        if options.packs:
-            cases += [Case(f"{case.name}, {size:,} tokens", case.lengths) for case in read_packs(options.packs, size)]
-        else:
-            lengths = draw_pack(size)
-            cases.append(Case(f"{len(lengths)} drawn documents, {size:,} tokens", lengths))
-    return cases
+    sizes = [PACK_TOKENS] if options.no_whole_pack else [PACK_TOKENS, WHOLE_PACK_TOKENS]
+    if options.packs:
+        limits = [PACK_TOKENS, None][: len(sizes)]
+        return [case for limit in limits for case in read_packs(options.packs, limit)]
+    drawn = ((size, draw_pack(size)) for size in sizes)
+    return [Case(f"{len(lengths)} drawn documents, {size:,} tokens", lengths) for size, lengths in drawn]
 
 
 def choose_implementations(only: Sequence[str], skip: Sequence[str] = ()) -> list[Implementation]:

@@ -11,6 +11,9 @@ from msa_vendored.bench.check import Results
 from msa_vendored.bench.errors import PeerMissingError
 from msa_vendored.bench.workload import Case, Operands
 
+OURS = "msa_vendored"
+"""Name of our launchers."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:

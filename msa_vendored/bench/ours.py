@@ -12,7 +12,7 @@ import msa_vendored
 from msa_vendored.backward.documents import BLOCK_SIZE
 from msa_vendored.bench.check import Results
 from msa_vendored.bench.errors import PeerMissingError
-from msa_vendored.bench.implementations import Implementation, Prepared
+from msa_vendored.bench.implementations import OURS, Implementation, Prepared
 from msa_vendored.bench.workload import RATIO, SOFTMAX_SCALE, TOPK, Case, Operands
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference.backward import BackwardSchedule
@@ -165,6 +165,6 @@ class LauncherCalls:
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Launchers("msa_vendored", None),
-    Launchers("msa_vendored reference", "reference", REFERENCE_TOKENS),
+    Launchers(OURS, None),
+    Launchers(f"{OURS} reference", "reference", REFERENCE_TOKENS),
 )

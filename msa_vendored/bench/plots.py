@@ -1,4 +1,4 @@
-"""A picture of a run: roofline, and time over tokens with the crossover to dense attention. Needs matplotlib."""
+"""A picture of a run: time over tokens with the crossover to dense attention, roofline, packs. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ def save_plots(report: Report, path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(14, 10))
+    packs = any(select_packs(report.rows, part) for part in MAIN_PARTS)
+    figure, axes = plt.subplots(2 + packs, 2, figsize=(14, 10 + 5 * packs))
     for column, part in enumerate(MAIN_PARTS):
         rows = select_rows(report.rows, part)
         draw_times(axes[0][column], rows, part)
         draw_roofline(axes[1][column], report, rows, part)
+        if packs:
+            draw_packs(axes[2][column], select_packs(report.rows, part), part)
     environment = report.environment
     packages = environment["packages"]
     figure.suptitle(
@@ -57,6 +60,34 @@ def select_rows(rows: Iterable[Row], part: str) -> list[Row]:
         for row in rows
         if row.part == part and row.timing and row.status == "ok" and row.documents == 1 and row.selection == "random"
     ]
+
+
+def select_packs(rows: Iterable[Row], part: str) -> list[Row]:
+    """Right results of one part on several documents with the first selection."""
+    found = [row for row in rows if row.documents > 1 and row.timing and row.status == "ok" and row.part == part]
+    return [row for row in found if row.selection == found[0].selection]
+
+
+def draw_packs(axis: Any, rows: list[Row], part: str) -> None:
+    """Milliseconds of each pack, implementations side by side."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    height = 0.8 / max(1, len(names))
+    for index, name in enumerate(names):
+        times = {row.case: row.timing.median_ms for row in rows if row.implementation == name and row.timing}
+        places = [cases.index(case) + index * height for case in times]
+        bars = axis.barh(places, list(times.values()), height, label=name)
+        axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+    middle = 0.4 - height / 2
+    axis.set_yticks(
+        [place + middle for place in range(len(cases))], [case.replace(", ", ",\n") for case in cases], fontsize=8
+    )
+    axis.tick_params(axis="x", which="minor", labelbottom=False)
+    axis.set(xscale="log", xlabel="ms", title=f"{part}: packed documents")
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    if rows:
+        axis.legend(fontsize=8)
 
 
 def draw_times(axis: Any, rows: list[Row], part: str) -> None:

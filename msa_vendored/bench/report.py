@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msa_vendored.bench.runner import Report, Row
+from msa_vendored.bench.timing import QUOTABLE_CALLS, Timing
 
 MAIN_PARTS = ("forward", "backward")
 BASELINE = "FlashAttention-4 dense"
@@ -59,13 +60,18 @@ def format_row(row: Row, baseline: dict[str, float]) -> list[str]:
     return [
         name,
         row.part,
-        f"{row.timing.median_ms:.3f}",
+        format_median(row.timing, f"{row.timing.median_ms:.3f}"),
         "" if row.tflops is None else f"{row.tflops:.0f}",
         ratio,
         f"{row.peak_bytes / 2**20:,.0f}",
         f"{error} WRONG" if row.status == "wrong" else error,
         row.note if row.part == "forward" else "",
     ]
+
+
+def format_median(timing: Timing, text: str) -> str:
+    """The median as text, and of how many calls if these are few."""
+    return text if timing.calls >= QUOTABLE_CALLS else f"{text} (of {timing.calls})"
 
 
 def list_absent(rows: Iterable[Row]) -> list[str]:

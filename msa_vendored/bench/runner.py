@@ -15,8 +15,8 @@ import torch
 import msa_vendored
 from msa_vendored.bench.check import compare_sample
 from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
-from msa_vendored.bench.implementations import Implementation
-from msa_vendored.bench.timing import Timing, measure_copy_tb_per_s, measure_peak_tflops, time_calls
+from msa_vendored.bench.implementations import OURS, Implementation
+from msa_vendored.bench.timing import BUDGET_S, Timing, measure_copy_tb_per_s, measure_peak_tflops, time_calls
 from msa_vendored.bench.workload import (
     QUERY_HEADS,
     RATIO,
@@ -118,12 +118,16 @@ class Settings:
         operand_sets: sets of operands that calls rotate over.
         seed: of the first set.
         check: compare a sample with float32.
+        budget_s: seconds of timed calls of a part, see :func:`~msa_vendored.bench.timing.time_calls`.
+        every_selection: sparse peers run every selection, not only the first.
     """
 
     iterations: int = 20
     operand_sets: int = 2
     seed: int = 1
     check: bool = True
+    budget_s: float = BUDGET_S
+    every_selection: bool = False
 
 
 def describe_environment() -> dict[str, Any]:
@@ -194,7 +198,11 @@ def run_benchmark(
         for peer in implementations:
             advance(f"{case.name} {case.selection}: {peer.name}")
             version, present = versions[peer.name]
-            reason = peer.refuse(case) if present else version
+            reason = (
+                (peer.refuse(case) or find_repetition(case, peer, cases, every=settings.every_selection))
+                if present
+                else version
+            )
             if reason is not None:
                 rows.append(_row(case, peer, note=reason, status="skipped" if present else "absent"))
                 continue
@@ -212,6 +220,21 @@ def find_version(peer: Implementation) -> tuple[str, bool]:
         return peer.find_version(), True
     except PeerMissingError as error:
         return error.what, False
+
+
+def find_repetition(case: Case, peer: Implementation, cases: Sequence[Case], *, every: bool) -> str | None:
+    """Why a peer need not run a case: another selection of the same documents came before.
+
+    Args:
+        case: to run or not.
+        peer: ours run everything.
+        cases: all, in order.
+        every: sparse peers run every selection; dense ones take none.
+    """
+    before = next((other for other in cases if other.lengths == case.lengths), case)
+    if before.selection == case.selection or peer.name == OURS or (every and not peer.dense):
+        return None
+    return f"{'dense attention takes none' if peer.dense else 'a peer runs one selection'}: see {before.selection}"
 
 
 def _draw_operands(case: Case, settings: Settings) -> list[Operands]:
@@ -242,7 +265,8 @@ def run_implementation(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        timing = time_calls([each.parts[part] for each in prepared], iterations=settings.iterations)
+        calls = [each.parts[part] for each in prepared]
+        timing = time_calls(calls, iterations=settings.iterations, budget_s=settings.budget_s)
         flops = count_flops(part, case, pairs, dense=peer.dense)
         yield _row(
             case,

@@ -13,8 +13,10 @@ import torch
 WARMUP_CALLS = 3
 ITERATIONS = 20
 BUDGET_S = 30.0
-"""Seconds after which a measurement stops, though not before :data:`MIN_ITERATIONS`."""
-MIN_ITERATIONS = 20
+"""Seconds after which a measurement stops, though not before :data:`LEAST_CALLS`."""
+LEAST_CALLS = 3
+QUOTABLE_CALLS = 20
+"""Timed calls from which on a median is quoted without their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,11 @@ class Timing:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], Any]], *, iterations: int = ITERATIONS, warmup: int = WARMUP_CALLS
+    calls: Sequence[Callable[[], Any]],
+    *,
+    iterations: int = ITERATIONS,
+    warmup: int = WARMUP_CALLS,
+    budget_s: float = BUDGET_S,
 ) -> Timing:
     """Time equal calls on different operands in turn, on the current stream.
 
@@ -38,22 +44,34 @@ def time_calls(
         calls: one for each set of operands.
         iterations: timed calls.
         warmup: calls before, at least one for each set of operands.
+        budget_s: seconds of timed calls after which no further one is made, if there are :data:`LEAST_CALLS`. As much
+            again may go into warming up.
     """
-    for index in range(max(warmup, len(calls))):
-        calls[index % len(calls)]()
-    torch.cuda.synchronize()
-    began, events = time.monotonic(), []
+    call_s = warm_up(calls, warmup, budget_s)
+    iterations = min(iterations, max(LEAST_CALLS, int(budget_s / call_s)))
+    events = []
     for index in range(iterations):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         calls[index % len(calls)]()
         stop.record()
         events.append((start, stop))
-        if index + 1 >= min(MIN_ITERATIONS, iterations) and time.monotonic() - began > BUDGET_S:
-            break
     torch.cuda.synchronize()
     times = [start.elapsed_time(stop) for start, stop in events]
     return Timing(statistics.median(times), min(times), max(times), len(times))
+
+
+def warm_up(calls: Sequence[Callable[[], Any]], count: int, budget_s: float) -> float:
+    """Make ``count`` calls, or one for each set of operands where that takes long; seconds of the last."""
+    began = last_s = time.monotonic()
+    for index in range(max(count, len(calls))):
+        if index >= len(calls) and time.monotonic() - began > budget_s:
+            break
+        start = time.monotonic()
+        calls[index % len(calls)]()
+        torch.cuda.synchronize()
+        last_s = time.monotonic() - start
+    return max(last_s, 1e-6)
 
 
 def measure_peak_tflops(size: int = 8192) -> float:

@@ -161,33 +161,57 @@ def draw_pack(tokens: int, *, mean: int = 2400, seed: int = 0) -> tuple[int, ...
 
 
 def read_packs(path: Path, limit: int | None = None) -> list[Case]:
-    """Cases from a file of packs: one JSON object a line with ``case_id`` and ``cu_seqlens``.
+    """Cases from a file of packs: one JSON object a line, as MiniMax-AI/MSA publishes them.
 
     Args:
-        path: the file.
-        limit: cut every pack to this many tokens; None for whole packs.
+        path: the file; a line has ``case_id``, any name, and ``cu_seqlens``, integers that start at 0 and ascend.
+        limit: keep only documents that fit, see :func:`fit_lengths`; None for whole packs.
 
     Raises:
-        BenchArgumentError: a line is not as described.
+        BenchArgumentError: the file or a line is not as described, or no document of a pack fits.
     """
-    cases = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            bounds, name = [int(bound) for bound in record["cu_seqlens"]], f"pack {record['case_id']}"
-        except (ValueError, KeyError, TypeError) as error:
-            raise BenchArgumentError(
-                "a pack cannot be read",
-                where=f"{path}, line {number}",
-                expected='{"case_id": …, "cu_seqlens": [0, …]}',
-                got=line[:80],
-            ) from error
-        cases.append(Case(f"{name} ({len(bounds) - 1} documents)", cut_lengths(bounds, limit)))
-    return cases
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchArgumentError("the file of packs cannot be read", where=str(path), got=str(error)) from error
+    if not lines:
+        raise BenchArgumentError("the file of packs is empty", where=str(path), expected="JSON lines", got="nothing")
+    return [_read_pack(line, f"{path}, line {number}", limit) for number, line in enumerate(lines, start=1)]
 
 
-def cut_lengths(bounds: Sequence[int], limit: int | None) -> tuple[int, ...]:
-    """Lengths between boundaries, of which those beyond ``limit`` are dropped and the one across it is cut."""
-    stop = bounds[-1] if limit is None else min(limit, bounds[-1])
-    kept = [min(bound, stop) for bound in bounds]
-    return tuple(after - before for before, after in pairwise(kept) if after > before)
+def _read_pack(line: str, where: str, limit: int | None) -> Case:
+    try:
+        record = json.loads(line)
+        bounds, name = record["cu_seqlens"], record["case_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchArgumentError(
+            "a pack cannot be read", where=where, expected='{"case_id": …, "cu_seqlens": [0, …]}', got=line[:80]
+        ) from error
+    if not isinstance(bounds, list) or any(type(bound) is not int for bound in bounds):
+        raise BenchArgumentError(
+            "cu_seqlens of a pack is no list of integers", where=where, expected="[0, …]", got=repr(bounds)[:80]
+        )
+    if bounds[:1] != [0]:
+        raise BenchArgumentError("cu_seqlens of a pack does not start at 0", where=where, got=repr(bounds)[:80])
+    falling = [pair for pair in pairwise(bounds) if pair[1] <= pair[0]]
+    if falling or len(bounds) == 1:
+        raise BenchArgumentError(
+            "cu_seqlens of a pack does not ascend",
+            where=where,
+            expected="at least one document, and no empty one",
+            got=f"{falling[0][1]} after {falling[0][0]}" if falling else "no document",
+        )
+    lengths = fit_lengths([after - before for before, after in pairwise(bounds)], limit)
+    if not lengths:
+        raise BenchArgumentError("no document of a pack fits", where=where, expected=f"at most {limit} tokens")
+    documents = f"{len(lengths)} document{'s'[: len(lengths) > 1]}"
+    return Case(f"pack {name}: {documents}, {sum(lengths):,} tokens", lengths)
+
+
+def fit_lengths(lengths: Sequence[int], limit: int | None) -> tuple[int, ...]:
+    """The documents, in order, each taken whole if it fits into what the ones before left of ``limit`` tokens."""
+    kept: list[int] = []
+    for length in lengths:
+        if limit is None or sum(kept) + length <= limit:
+            kept.append(length)
+    return tuple(kept)

@@ -17,27 +17,30 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 
 from msa_vendored.compiling import compile_options
-from msa_vendored.hopper.score_kernel import (
+from msa_vendored.hopper.score_tiles import (
     HALF,
-    HEAD_DIM,
-    K_BYTES,
+    HEADS,
     K_STAGES,
-    Q_BYTES,
     SEGMENT_FIELDS,
     TILE,
-    copy_tile,
+    allocate_buffers,
+    fake_rows,
+    fake_table,
+    init_barriers,
+    load_keys,
+    load_queries,
+    make_copies,
+    make_layouts,
+    make_mma,
     mask_keys,
+    multiply,
     reduce_rows,
 )
 from msa_vendored.hopper.select_kernel import FORCED, NOTHING, insert_block, rank_score, sort_ids
-
-HEADS = 4
-"""Heads of one CTA, which share their keys."""
 
 GROUPS = 2
 """Consumer warpgroups, of two heads each."""
@@ -45,13 +48,6 @@ GROUPS = 2
 THREADS = 128 * (GROUPS + 1)
 PRODUCER_WARP = 4 * GROUPS
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-
-
-def make_mma() -> cute.TiledMma:
-    """One warpgroup, 64 queries x 128 keys, both operands in shared memory along d."""
-    return sm90.make_trivial_tiled_mma(
-        BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HALF, TILE)
-    )
 
 
 class FusedSelectKernel:
@@ -78,7 +74,7 @@ class FusedSelectKernel:
         Args:
             q: ``[T, H, 128]`` bf16, strides of tokens and heads multiples of 8.
             k: ``[Tk, 1, 128]`` bf16, likewise.
-            segments: ``[segments, 8]`` int32, as in :mod:`msa_vendored.hopper.score_kernel`, in order of CTAs.
+            segments: ``[segments, 8]`` int32, as in :mod:`msa_vendored.hopper.score_tiles`, in order of CTAs.
             shares: ``[ctas, 2]`` int32: first segment of a CTA, and the one behind its last.
             ids: ``[H, T, topk]`` int32, written.
             init: leading blocks that are forced.
@@ -86,15 +82,9 @@ class FusedSelectKernel:
             ctas: rows of ``shares``.
             stream: CUDA stream.
         """
-        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_layout = cute.tile_to_shape(swizzled, (HALF, HEAD_DIM, 2 * HEADS), order=(0, 1, 2))
-        k_layout = cute.tile_to_shape(swizzled, (TILE, HEAD_DIM, K_STAGES), order=(0, 1, 2))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        q_rows = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-        k_rows = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[0, 2, 1]))
-        q_atom, q_tma = cpasync.make_tiled_tma_atom(load, q_rows, cute.select(q_layout, mode=[0, 1]), (HALF, HEAD_DIM))
-        k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k_rows, cute.select(k_layout, mode=[0, 1]), (TILE, HEAD_DIM))
-        self.kernel(q_atom, q_tma, k_atom, k_tma, q_layout, k_layout, segments, shares, ids, init, local).launch(
+        q_layout, k_layout = make_layouts()
+        copies = make_copies(q, k, q_layout, k_layout)
+        self.kernel(*copies, q_layout, k_layout, segments, shares, ids, init, local).launch(
             grid=(ctas, (q.shape[1] + HEADS - 1) // HEADS, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -120,45 +110,24 @@ class FusedSelectKernel:
         thread, _, _ = cute.arch.thread_idx()
         cta, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        smem = cutlass.utils.SmemAllocator()
-        q_smem = smem.allocate_tensor(BFloat16, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
-        k_smem = smem.allocate_tensor(BFloat16, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
-        barriers = smem.allocate_array(Int64, 2 * HEADS + 2 * K_STAGES)
-        q_full, q_empty = barriers, barriers + HEADS
-        k_full, k_empty = barriers + 2 * HEADS, barriers + 2 * HEADS + K_STAGES
+        buffers = allocate_buffers(q_layout, k_layout)
         first_head = group * HEADS
         heads = cutlass.min(ids.shape[0] - first_head, HEADS)
-        if thread == 0:
-            for i in cutlass.range_constexpr(HEADS):
-                cute.arch.mbarrier_init(q_full + i, 1)
-                cute.arch.mbarrier_init(q_empty + i, 4)
-            for i in cutlass.range_constexpr(K_STAGES):
-                cute.arch.mbarrier_init(k_full + i, 1)
-                cute.arch.mbarrier_init(k_empty + i, 4 * ((heads + 1) // 2))
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        init_barriers(buffers, thread, heads, 2)
         begin, end = shares[cta, 0], shares[cta, 1]
         if warp >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == PRODUCER_WARP:
-                self.load(
-                    q_atom, q_tma, k_atom, k_tma, q_smem, k_smem, q_full, q_empty, k_full, k_empty, segments, begin,
-                    end, first_head, heads,
-                )  # fmt: skip
+                self.load(q_atom, q_tma, k_atom, k_tma, buffers, segments, begin, end, first_head, heads)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if warp // 4 * 2 < heads:
-                self.select(
-                    q_smem, k_smem, q_full, q_empty, k_full, k_empty, segments, ids, begin, end, first_head, heads,
-                    init, local, thread,
-                )  # fmt: skip
+                self.select(buffers, segments, ids, begin, end, first_head, heads, init, local, thread)
 
     @cute.jit
     def load(
-        self, q_atom: cute.CopyAtom, q_tma: cute.Tensor, k_atom: cute.CopyAtom, k_tma: cute.Tensor,
-        q_smem: cute.Tensor, k_smem: cute.Tensor, q_full: cute.Pointer, q_empty: cute.Pointer,
-        k_full: cute.Pointer, k_empty: cute.Pointer, segments: cute.Tensor, begin: Int32, end: Int32,
-        first_head: Int32, heads: Int32,
+        self, q_atom: cute.CopyAtom, q_tma: cute.Tensor, k_atom: cute.CopyAtom, k_tma: cute.Tensor, buffers: Any,
+        segments: cute.Tensor, begin: Int32, end: Int32, first_head: Int32, heads: Int32,
     ) -> None:  # fmt: skip
         """The producer warp: Q of every segment, then its tiles of keys, as buffers become free."""
         cpasync.prefetch_descriptor(q_atom)
@@ -166,37 +135,26 @@ class FusedSelectKernel:
         q_phase, stage, k_phase = Int32(1), Int32(0), Int32(1)
         for segment in cutlass.range(begin, end, unroll=1):
             query, key, tiles = segments[segment, 0], segments[segment, 2], segments[segment, 5]
-            for head in cutlass.range(heads, unroll=1):
-                cute.arch.mbarrier_wait(q_empty + head, q_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + head, 2 * Q_BYTES)
-                for half in cutlass.range_constexpr(2):
-                    rows = cute.domain_offset((query + HALF * half, 0), q_tma[None, None, first_head + head])
-                    copy_tile(q_atom, rows, (HALF, HEAD_DIM), q_smem[None, None, 2 * head + half], q_full + head)
+            load_queries(q_atom, q_tma, buffers, query, first_head, heads, q_phase)
             q_phase ^= 1
             for tile in cutlass.range(tiles, unroll=1):
-                cute.arch.mbarrier_wait(k_empty + stage, k_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, K_BYTES)
-                rows = cute.domain_offset((key + TILE * tile, 0), k_tma[None, None, 0])
-                copy_tile(k_atom, rows, (TILE, HEAD_DIM), k_smem[None, None, stage], k_full + stage)
+                load_keys(k_atom, k_tma, buffers, key, tile, 0, stage, k_phase)
                 stage += 1
                 if stage == K_STAGES:
                     stage, k_phase = Int32(0), k_phase ^ 1
 
     @cute.jit
     def select(
-        self, q_smem: cute.Tensor, k_smem: cute.Tensor, q_full: cute.Pointer, q_empty: cute.Pointer,
-        k_full: cute.Pointer, k_empty: cute.Pointer, segments: cute.Tensor, ids: cute.Tensor,
-        begin: Int32, end: Int32, first_head: Int32, heads: Int32, init: Int32, local: Int32, thread: Int32,
+        self, buffers: Any, segments: cute.Tensor, ids: cute.Tensor, begin: Int32, end: Int32, first_head: Int32,
+        heads: Int32, init: Int32, local: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """A consumer warpgroup: the lists of two heads. Lane l of a quad owns row 8 (l % 2) of half l / 2."""
         lane, mine = thread % 32, cute.arch.make_warp_uniform(thread // 128) * 2
         row = (lane % 4) // 2 * HALF + (thread % 128) // 32 * 16 + lane // 4 + 8 * (lane % 2)
         mma = make_mma()
         part = mma.get_slice(thread % 128)
-        q_part = mma.make_fragment_A(part.partition_A(q_smem))
-        k_part = mma.make_fragment_B(part.partition_B(k_smem))
+        q_part = mma.make_fragment_A(part.partition_A(buffers.q))
+        k_part = mma.make_fragment_B(part.partition_B(buffers.k))
         sums = cute.make_rmem_tensor(mma.partition_shape_C((HALF, TILE)), Float32)
         ranks = cute.make_rmem_tensor(cute.make_layout((self.topk, 2)), Int32)
         best = cute.make_rmem_tensor(cute.make_layout((self.topk, 2)), Int32)
@@ -208,15 +166,16 @@ class FusedSelectKernel:
             ranks.fill(NOTHING)
             best.fill(FORCED)
             for tile in cutlass.range(tiles, unroll=1):
-                cute.arch.mbarrier_wait(k_full + stage, k_phase)
+                cute.arch.mbarrier_wait(buffers.k_full + stage, k_phase)
                 forced = tile <= own and (tile < init or (tile == own and local > 0))
                 for head in cutlass.range_constexpr(2):
                     if mine + head < heads:
                         if tile == 0:
-                            cute.arch.mbarrier_wait(q_full + mine + head, q_phase)
+                            cute.arch.mbarrier_wait(buffers.q_full + mine + head, q_phase)
                         maximum = -Float32.inf
                         for half in cutlass.range_constexpr(2):
-                            self.multiply(sums, q_part, k_part, 2 * (mine + head) + half, stage)
+                            # Of its own: what is set on a value must not outlive the branch that this is in.
+                            multiply(make_mma(), sums, q_part, k_part, 2 * (mine + head) + half, stage)
                             mask_keys(sums, tile, keys, first, HALF * half, thread % 128)
                             both = reduce_rows(sums)
                             if lane % 4 == 2 * half:
@@ -225,13 +184,13 @@ class FusedSelectKernel:
                                 maximum = both[1]
                         if tile + 1 == tiles:
                             with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive(q_empty + mine + head)
+                                cute.arch.mbarrier_arrive(buffers.q_empty + mine + head)
                         rank = rank_score(maximum)
                         if forced:
                             rank = Int32(FORCED)
                         insert_block(ranks[None, head], best[None, head], rank, tile, self.topk)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(k_empty + stage)
+                    cute.arch.mbarrier_arrive(buffers.k_empty + stage)
                 stage += 1
                 if stage == K_STAGES:
                     stage, k_phase = Int32(0), k_phase ^ 1
@@ -239,21 +198,6 @@ class FusedSelectKernel:
             for head in cutlass.range_constexpr(2):
                 if mine + head < heads and row < valid:
                     self.store(best[None, head], ids, first_head + mine + head, column + row)
-
-    @cute.jit
-    def multiply(
-        self, sums: cute.Tensor, q_part: cute.Tensor, k_part: cute.Tensor, query: Int32,
-        stage: Int32,
-    ) -> None:  # fmt: skip
-        """S of 64 queries and 128 keys, waited for."""
-        mma = make_mma()  # of its own: what is set on a value must not outlive the branch that this is in
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for kk in cutlass.range_constexpr(HEAD_DIM // 16):
-            cute.gemm(mma, sums, q_part[None, None, kk, query], k_part[None, None, kk, stage], sums)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def store(self, best: cute.Tensor, ids: cute.Tensor, head: Int32, query: Int32) -> None:
@@ -269,20 +213,12 @@ def compile_fused_select(*, arch: str, topk: int) -> Any:
     """Compile for one ``topk`` and any sizes; call it with :meth:`FusedSelectKernel.__call__`'s arguments."""
     tokens, key_tokens, heads = (cute.sym_int() for _ in range(3))
     fake = cute.runtime.make_fake_tensor
-
-    def strided(*shape: Any) -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-        return fake(BFloat16, shape, stride=strides, assumed_align=16)
-
-    def table(columns: int) -> Any:
-        return fake(Int32, (cute.sym_int(), columns), stride=(columns, 1), assumed_align=4)
-
     return cute.compile(
         FusedSelectKernel(topk),
-        strided(tokens, heads, HEAD_DIM),
-        strided(key_tokens, cute.sym_int(), HEAD_DIM),
-        table(SEGMENT_FIELDS),
-        table(2),
+        fake_rows(tokens, heads),
+        fake_rows(key_tokens, cute.sym_int()),
+        fake_table(SEGMENT_FIELDS),
+        fake_table(2),
         fake(Int32, (heads, tokens, topk), stride=(cute.sym_int64(divisibility=4), topk, 1), assumed_align=16),
         Int32(0),
         Int32(0),

@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 
 from msa_vendored.backward.checks import UnsupportedArgumentError
+from msa_vendored.backward.stages import count_multiprocessors
 from msa_vendored.compiling import Kernel, load_kernel
 from msa_vendored.hopper import ARCH
-from msa_vendored.hopper.score import (
-    HEAD_DIM,
-    ScorePlan,
-    ScoreTables,
-    count_sms,
-    cut_segments,
-    launch_scores,
-    make_segments,
-    strided_operand,
-)
+from msa_vendored.hopper.score import HEAD_DIM, ScorePlan, launch_scores, strided_operand
+from msa_vendored.hopper.score_tables import ScoreTables, cut_segments, make_segments
 
 SCORE_BUDGET = 1 << 28
 """Scores held at a time: 1 GiB. 32,768 tokens of 4 heads need an eighth of it, 196,608 in one document four chunks."""
@@ -174,7 +167,7 @@ def select_in_chunks(
 def find_work(plan: ScorePlan, device: torch.device) -> FusedWork | tuple[SelectChunk, ...]:
     """Work of a plan on a device, made and copied there once."""
     if device not in plan.work:
-        ctas = count_sms(device)
+        ctas = count_multiprocessors(device)
         work = share_segments(plan, device, ctas=ctas)
         fused = work.imbalance <= MOST_IMBALANCE
         plan.work[device] = work if fused else tuple(make_chunks(plan, device, ctas=ctas))

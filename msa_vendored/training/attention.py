@@ -150,6 +150,18 @@ def _require_tokens(q: Tensor, k: Tensor, block_ids: Tensor, microbatch: Microba
             got=f"{q.shape[0]} and {k.shape[0]}",
             next_command=_STALE_HINT,
         )
+    _require_selection(q, k, block_ids)
+    if microbatch.cu_seqlens.device != q.device:
+        raise ArgumentValueError(
+            "the micro-batch is on another device than q",
+            where="microbatch",
+            expected=str(q.device),
+            got=str(microbatch.cu_seqlens.device),
+            next_command="build the Microbatch with device=q.device",
+        )
+
+
+def _require_selection(q: Tensor, k: Tensor, block_ids: Tensor) -> None:
     if block_ids.ndim != 3 or block_ids.shape[0] != k.shape[1] or block_ids.shape[1] != q.shape[0]:
         raise StalePlanError(
             "block_ids do not belong to these tensors",
@@ -164,12 +176,4 @@ def _require_tokens(q: Tensor, k: Tensor, block_ids: Tensor, microbatch: Microba
             where="block_ids",
             expected=f"topk one of {TOPK_CHOICES}; pad with -1",
             got=f"topk = {block_ids.shape[2]}",
-        )
-    if microbatch.cu_seqlens.device != q.device:
-        raise ArgumentValueError(
-            "the micro-batch is on another device than q",
-            where="microbatch",
-            expected=str(q.device),
-            got=str(microbatch.cu_seqlens.device),
-            next_command="build the Microbatch with device=q.device",
         )

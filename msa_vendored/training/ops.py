@@ -50,47 +50,25 @@ def launch_forward(
         work_count ``[1]``; the last four int32.
     """
     name = resolve_backend(backend or None, q.device)
-    topk, key_heads = block_ids.shape[2], k.shape[1]
     require_supported(name, q=q, softmax_scale=softmax_scale)
     bundle = bind_kernels(name)
     # The reference refuses unusable selections itself, and the index of SM90 notices them in passing.
     if check_selection and name == "sm100":
         assert_selection(block_ids, cu_seqlens)
     options = {"check_selection": check_selection} if name == "sm90" else {}
+    lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     queries, keys, values, ids = (aligned_operand(tensor) for tensor in (q, k, v, block_ids))
     with on_device_of(q):
         # total_rows: without it the official builder takes total_k // 128 where that divides, and drops edges.
         row_ptr, q_indices, schedule = bundle.build_k2q_csr(
-            ids,
-            cu_seqlens,
-            cu_seqlens,
-            BLOCK_SIZE,
-            total_k=keys.shape[0],
-            max_seqlen_k=max_seqlen,
-            max_seqlen_q=max_seqlen,
-            total_rows=csr_rows.shape[0],
-            qhead_per_kv=queries.shape[1] // key_heads,
-            return_schedule=True,
-            **options,
-        )
+            ids, cu_seqlens, cu_seqlens, BLOCK_SIZE, total_k=k.shape[0], total_rows=csr_rows.shape[0],
+            qhead_per_kv=q.shape[1] // k.shape[1], return_schedule=True, **lengths, **options,
+        )  # fmt: skip
         out, lse = bundle.sparse_atten_func(
-            queries,
-            keys,
-            values,
-            row_ptr,
-            q_indices,
-            topk,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_k=max_seqlen,
-            blk_kv=BLOCK_SIZE,
-            causal=True,
-            softmax_scale=softmax_scale,
-            partial_dtype=torch.bfloat16,
-            return_softmax_lse=True,
-            schedule=schedule,
-        )
+            queries, keys, values, row_ptr, q_indices, block_ids.shape[2], cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens, blk_kv=BLOCK_SIZE, causal=True, softmax_scale=softmax_scale,
+            partial_dtype=torch.bfloat16, return_softmax_lse=True, schedule=schedule, **lengths,
+        )  # fmt: skip
         scheduler_metadata, work_count = backward_work(row_ptr, csr_rows)
     return out, lse, row_ptr, q_indices, scheduler_metadata, work_count
 

@@ -8,7 +8,8 @@ Layout below ``build/trees/<key>/``, which is generated and never committed::
     msa_vendored.cdx.json                     the bill of materials
 
 The key contains everything that the result depends on. A tree is made beside its final place and renamed, so a
-killed or concurrent build leaves either nothing or a whole tree; one that exists is verified and used again.
+killed or concurrent build leaves either nothing or a whole tree; one that exists is verified and used again. The next
+build removes what a killed one has left beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import fnmatch
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -29,6 +28,7 @@ from msa_vendored.trees import EXECUTABLE, FileEntry, Manifest, compare_manifest
 from msa_vendored.vendoring.errors import DriftError
 from msa_vendored.vendoring.lock import Pin
 from msa_vendored.vendoring.omit import apply_without
+from msa_vendored.vendoring.partials import hold_partial, remove_leftovers
 from msa_vendored.vendoring.rewrite import rewrite_imports
 from msa_vendored.vendoring.sbom import make_sbom
 from msa_vendored.vendoring.series import Patch, apply_series
@@ -90,12 +90,12 @@ def build_tree(
         PatchError: a patch does not meet exactly the bytes it was made for.
     """
     final = trees / tree_key(pin, patches, omit)
+    trees.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(trees, "[0-9a-f]{16}[.]partial-")
     if final.is_dir():
         return load_tree(final)
-    trees.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{final.name}.partial-", dir=trees))
-    staging.chmod(0o755)
-    try:
+    with hold_partial(trees, f"{final.name}.partial-") as staging:
+        staging.chmod(0o755)
         files = _read_files(pristine, manifest)
         if omit is None:
             changed = apply_series(files, patches, pin.patches, pin=pin.id)
@@ -110,8 +110,6 @@ def build_tree(
                 raise
             return load_tree(final)  # another build of the same key was first
         _sync_folder(trees)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return load_tree(final, reused=False)
 
 

@@ -15,6 +15,7 @@ from msa_vendored.trees import Manifest
 from msa_vendored.vendoring.built import BuiltTree, build_tree
 from msa_vendored.vendoring.errors import DriftError, UsageError
 from msa_vendored.vendoring.lock import Lock, Pin, dump_lock, read_lock, read_manifest
+from msa_vendored.vendoring.partials import hold_partial, remove_leftovers
 from msa_vendored.vendoring.pin_series import read_pin_series
 from msa_vendored.vendoring.publication import finish_publication
 from msa_vendored.vendoring.series import Patch, compute_locks
@@ -104,10 +105,11 @@ def build_wheel(root: Path, out: Path, *, pin_id: str | None, source: str | None
     prepare_built_tree(root, pin_id=pin_id, source=source, offline=offline)
     out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "MSA_VENDORED_PIN": pin_id or "", "MSA_VENDORED_SOURCE": "", "MSA_VENDORED_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as staging:
-        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", staging]
+    remove_leftovers(out, r"\.partial-")
+    with hold_partial(out, ".partial-") as staging:
+        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(staging)]
         result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
-        wheels = list(Path(staging).glob("*.whl"))
+        wheels = list(staging.glob("*.whl"))
         if result.returncode or len(wheels) != 1:
             raise UsageError(
                 "hatchling did not build the wheel",

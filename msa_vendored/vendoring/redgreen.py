@@ -85,6 +85,17 @@ def _run(checkout: Checkout, pristine: Path, patch: Patch, omit: str | None, pyt
         return Outcome(patch.name, "red", patch.header.fails_with in error.what, f"no tree: {error.what}")
     site = checkout.build / "red-green" / (f"without-{omit}" if omit else "complete")
     stage_site(checkout.root, built, site)
+    status, output = _run_test(checkout.root, patch.header.test, site, python)
+    if omit is None:
+        return Outcome(patch.name, "green", status == 0, _last_line(output))
+    fails_with = patch.header.fails_with
+    ok = status == PYTEST_TESTS_FAILED and fails_with in output
+    missing = "" if fails_with in output else f"; the output does not contain {fails_with!r}"
+    return Outcome(patch.name, "red", ok, f"pytest exit {status}: {_last_line(output)}{missing}")
+
+
+def _run_test(root: Path, test: str, site: Path, python: str) -> tuple[int, str]:
+    """Exit status and output of one test on the package in ``site``."""
     command = [
         python,
         "-m",
@@ -94,19 +105,13 @@ def _run(checkout: Checkout, pristine: Path, patch: Patch, omit: str | None, pyt
         "-p",
         "no:cacheprovider",
         "--no-header",
-        patch.header.test,
+        test,
     ]
     # --import-mode=importlib keeps the checkout off sys.path; -P keeps the current folder off it.
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])  # ninja is looked for there
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "PATH": path}
-    result = subprocess.run(command, cwd=checkout.root, env=env, capture_output=True, text=True, check=False)
-    output = result.stdout + result.stderr
-    if omit is None:
-        return Outcome(patch.name, "green", result.returncode == 0, _last_line(output))
-    fails_with = patch.header.fails_with
-    ok = result.returncode == PYTEST_TESTS_FAILED and fails_with in output
-    missing = "" if fails_with in output else f"; the output does not contain {fails_with!r}"
-    return Outcome(patch.name, "red", ok, f"pytest exit {result.returncode}: {_last_line(output)}{missing}")
+    result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    return result.returncode, result.stdout + result.stderr
 
 
 def _last_line(text: str) -> str:

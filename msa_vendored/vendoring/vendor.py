@@ -10,18 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from msa_vendored.trees import EXECUTABLE, FileEntry, Manifest, TreeError, compare_manifests, scan_tree
-from msa_vendored.vendoring.errors import BadHashError, BusyError, DriftError, LockError
+from msa_vendored.vendoring.errors import BadHashError, DriftError, LockError
 from msa_vendored.vendoring.fetch import open_source
 from msa_vendored.vendoring.lock import GitSource, Pin, check_manifest
-from msa_vendored.vendoring.locks import hold_lock, lock_folder
+from msa_vendored.vendoring.locks import hold_lock
+from msa_vendored.vendoring.partials import hold_partial, name_partial, remove_leftovers, remove_tree
 from msa_vendored.vendoring.safe_paths import find_collision, find_path_problem
 from msa_vendored.vendoring.sources import FolderTree, Source
 
@@ -82,17 +80,18 @@ def vendor_pin(
         home.chmod(0o755)  # whatever the umask, as for the trees in it
     target = home / pin.id
     with hold_lock(home / f".{pin.id}.lock", timeout_s=timeout_s, purpose=f"vendoring {pin.id}"):
-        _remove_leftovers(home, pin)
+        remove_leftovers(home, rf"\.{re.escape(pin.id)}\.(download|tree|old)\.", r"\.partial")
         if os.path.lexists(target):
             if not (drift := list_drift(target, manifest)):
                 return VendorResult(target, reused=True, fetched_from=None)
             if not replace:
                 raise _refuse_drift(pin, target, drift)
-        with _partial_folder(home, pin, "download") as work, _partial_folder(home, pin, "tree") as tree:
+        download, made = (hold_partial(home, f".{pin.id}.{role}.", ".partial") for role in ("download", "tree"))
+        with download as work, made as tree:
             with open_source(pin, manifest, source, offline=offline, work=work, report=report) as opened:
                 _fill_tree(tree, opened, pin, manifest)
                 name = _describe_place(pin) if source is None else opened.name
-            _publish(tree, target, home / _partial_name(pin, "old"))
+            _publish(tree, target, home / name_partial(f".{pin.id}.old.", ".partial"))
     return VendorResult(target, reused=False, fetched_from=name)
 
 
@@ -102,16 +101,6 @@ def list_drift(tree: Path, manifest: Manifest) -> list[str]:
         return compare_manifests(manifest, scan_tree(tree)).to_lines()
     except TreeError as error:
         return [f"{error.what}: {error.where}"]
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a file, link or folder, read-only folders included; nothing there is fine."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    for folder, _, _ in os.walk(path):
-        Path(folder).chmod(0o700)
-    shutil.rmtree(path)
 
 
 def _describe_place(pin: Pin) -> str:
@@ -254,32 +243,3 @@ def _publish(tree: Path, target: Path, old: Path) -> None:
     _flush(target.parent)
     if replaced:
         remove_tree(old)
-
-
-def _partial_name(pin: Pin, role: str) -> str:
-    return f".{pin.id}.{role}.{secrets.token_hex(4)}.partial"
-
-
-@contextmanager
-def _partial_folder(home: Path, pin: Pin, role: str) -> Iterator[Path]:
-    """An empty folder of our own, locked; it is deleted at the end, unless it was renamed."""
-    path = home / _partial_name(pin, role)
-    path.mkdir()
-    path.chmod(0o700)
-    descriptor = lock_folder(path)
-    if descriptor is None:
-        raise BusyError("another process took a folder that was just made", where=str(path))
-    try:
-        yield path
-    finally:
-        remove_tree(path)
-        os.close(descriptor)
-
-
-def _remove_leftovers(home: Path, pin: Pin) -> None:
-    """Delete the partial folders of runs that were killed: nobody holds their locks any more."""
-    leftover = re.compile(rf"\.{re.escape(pin.id)}\.(download|tree|old)\.[0-9a-f]{{8}}\.partial")
-    for path in home.iterdir():
-        if leftover.fullmatch(path.name) and (descriptor := lock_folder(path)) is not None:
-            remove_tree(path)
-            os.close(descriptor)

@@ -70,11 +70,19 @@ class RawFinding:
 
 @lru_cache(maxsize=1)
 def library() -> c.CDLL:
-    """The interpreter, compiled if need be. Global symbols: the host code of CuTe DSL functions looks them up."""
-    lib = c.CDLL(str(library_path()), mode=c.RTLD_GLOBAL)
+    """The interpreter, compiled if need be. Its symbols stay its own: see :func:`replace_cuda`."""
+    lib = c.CDLL(str(library_path()), mode=c.RTLD_LOCAL)
     lib.emulator_new.restype = c.c_void_p
     lib.emulator_finding_count.restype = c.c_uint64
     return lib
+
+
+def replace_cuda() -> None:
+    """Make the interpreter's launch functions what the host code of CuTe DSL functions finds.
+
+    For the rest of the process: kernels that are loaded after this run here even where there is a GPU.
+    """
+    c.CDLL(str(library_path()), mode=c.RTLD_GLOBAL)
 
 
 class Interpreter:

@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from ptx_emulator.alu import generate_cases
+from ptx_emulator.alu import FIRST_LANE_OP, generate_functions
 from ptx_emulator.program import KIND_NUMBERS
 
 CORE = Path(__file__).resolve().parent / "core"
@@ -27,10 +28,11 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fPIC",
+    "-fvisibility=hidden",
     "-pthread",
-    "-shared",
     "-w",
 )
+FILE_FLAGS = {"matmul.cpp": ("-ffp-contract=fast",)}  # nothing of PTX's arithmetic is in there
 
 
 class BuildError(Exception):
@@ -45,7 +47,7 @@ def library_path() -> Path:
         BuildError: there is no C++ compiler, or it fails.
     """
     compiler = find_compiler()
-    generated = {"alu.inc": generate_cases(), "kinds.inc": _kinds()}
+    generated = {"alu.inc": generate_functions(), "kinds.inc": _kinds()}
     folder = cache_folder() / _digest(compiler, generated)
     library = folder / "libemulator.so"
     if library.is_file():
@@ -85,7 +87,7 @@ def find_compiler() -> tuple[str, ...]:
 def _digest(compiler: tuple[str, ...], generated: dict[str, str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
-    for part in (*compiler, version, *FLAGS, platform.machine(), _cpu_features()):
+    for part in (*compiler, version, *FLAGS, str(FILE_FLAGS), platform.machine(), _cpu_features()):
         digest.update(part.encode() + b"\0")
     for name, text in sorted({**generated, **{p.name: p.read_text("utf-8") for p in CORE.iterdir()}}.items()):
         digest.update(f"{name}\0{text}\0".encode())
@@ -102,7 +104,7 @@ def _cpu_features() -> str:
 
 def _kinds() -> str:
     names = ",\n".join(f"  KIND_{name} = {number}" for name, number in KIND_NUMBERS.items())
-    return f"#pragma once\nenum Kind {{\n{names}\n}};\n"
+    return f"#pragma once\nenum Kind {{\n{names}\n}};\nconstexpr s32 FIRST_LANE_KIND = {FIRST_LANE_OP};\n"
 
 
 def _compile(compiler: tuple[str, ...], generated: dict[str, str], library: Path) -> None:
@@ -110,10 +112,22 @@ def _compile(compiler: tuple[str, ...], generated: dict[str, str], library: Path
         work = Path(name)
         for file, text in generated.items():
             (work / file).write_text(text, encoding="utf-8")
+        # Large files first: one that starts last would leave the other cores idle.
+        sources = sorted(CORE.glob("*.cpp"), key=lambda path: (path.name != "alu.cpp", -path.stat().st_size))
+        objects = [work / f"{source.stem}.o" for source in sources]
+        includes = (f"-I{work}", f"-I{CORE}")
+        commands = [
+            [*compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *includes, "-c", str(source), "-o", str(target)]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(_run_compiler, commands))
         target = work / library.name
-        sources = [str(path) for path in sorted(CORE.glob("*.cpp"))]
-        command = [*compiler, *FLAGS, f"-I{work}", f"-I{CORE}", *sources, "-o", str(target)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise BuildError(f"{' '.join(command)}\n{result.stderr[-4000:]}")
+        _run_compiler([*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(target)])
         target.replace(library)
+
+
+def _run_compiler(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)}\n{result.stderr[-4000:]}")

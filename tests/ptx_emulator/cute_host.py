@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ptx_emulator.bindings import library
+from ptx_emulator.bindings import library, replace_cuda
 from ptx_emulator.build import library_path
+from ptx_emulator.frames import remember_frames
 from ptx_emulator.launch import EmulationError, Kernel, Options, load_kernels, name_tensors
 from ptx_emulator.report import NamedTensor, Report
 
@@ -37,7 +38,8 @@ def prepare(arch: str = "sm_100a", dump_folder: Path | None = None) -> None:
         RuntimeError: ``cutlass`` is imported already and has read other settings.
 
     Side effects:
-        Environment variables of the DSL; the emulator's library is loaded with global symbols.
+        Environment variables of the DSL; the emulator's library is loaded with global symbols;
+        ``inspect.getframeinfo`` remembers.
     """
     if "cutlass" in sys.modules:
         raise RuntimeError("cutlass is already imported; prepare() must come first")
@@ -49,7 +51,8 @@ def prepare(arch: str = "sm_100a", dump_folder: Path | None = None) -> None:
         raise RuntimeError("nvidia_cutlass_dsl is not installed")
     root = Path(next(iter(spec.submodule_search_locations)))
     runtime = next(path for path in sorted(root.glob("*/lib/libcute_dsl_runtime.so")))
-    library()
+    replace_cuda()
+    remember_frames()
     os.environ.update(
         CUTE_DSL_ARCH=arch,
         CUTE_DSL_KEEP="ptx",

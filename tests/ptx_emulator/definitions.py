@@ -226,7 +226,7 @@ def convert(opcode: str, source: int) -> int | float | None:
         bits = int(to[1:])
         low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
         if math.isnan(number):  # as the card does
-            return 1 << 63 if bits == 64 else 0
+            return 1 << (bits - 1) if 64 in (bits, FORMATS[source_kind].bits) else 0
         if math.isinf(number):
             return high if number > 0 else low
         return max(low, min(high, ROUNDS[mode](Fraction(number))))

@@ -6,18 +6,17 @@ imported.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from ptx_emulator import cute_host
+from ptx_emulator.attention_case import AttentionCase, compare_attention, serve_cases
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
 
@@ -35,18 +34,11 @@ COUNTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One problem and the schedules to run it under.
+class Case(AttentionCase):
+    """As :class:`AttentionCase`.
 
     Attributes:
-        query_lengths: tokens of each document.
-        key_lengths: keys of each document; as the queries if empty.
-        topk: selection width.
-        index_heads: key heads.
-        ratio: query heads for each.
-        seed: of operands and selection.
         causal: whether later keys are masked.
-        own_block: select as training does; else any number of blocks, from none on.
         softmax_scale: factor on the logits.
         output_scale: factor on the output, None for none.
         window_tokens: tokens of a window.
@@ -55,17 +47,10 @@ class Case:
         ctas: persistent CTAs.
         poison: NaN keys and values in every other document, whose results are not looked at.
         suppress: file what counters in device memory order.
-        schedules: (schedule, seed, checks) of each run.
     """
 
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...] = ()
-    topk: int = 4
     index_heads: int = 2
-    ratio: int = 16
-    seed: int = 0
     causal: bool = True
-    own_block: bool = True
     softmax_scale: float = 128**-0.5
     output_scale: float | None = None
     window_tokens: int = 64
@@ -74,7 +59,6 @@ class Case:
     ctas: int = 2
     poison: bool = False
     suppress: bool = False
-    schedules: tuple[tuple[str, int, bool], ...] = (("eager", 0, True),)
 
 
 @dataclass(slots=True)
@@ -129,13 +113,10 @@ class Launcher:
     def run(self, case: Case) -> Iterator[Result]:
         """Run a case under each of its schedules."""
         from msa_vendored.reference import sparse_atten_func
-        from msa_vendored.reference.cases import invert_selection, make_case
+        from msa_vendored.reference.cases import invert_selection
 
         self.case = case
-        problem = make_case(
-            case.query_lengths, case.key_lengths or None, topk=case.topk, index_heads=case.index_heads,
-            heads_per_index_head=case.ratio, seed=case.seed, own_block=case.own_block,
-        )  # fmt: skip
+        problem = case.make_operands()
         row_ptr, q_indices, schedule = invert_selection(problem)
         keywords: dict[str, Any] = {
             "cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k,
@@ -172,13 +153,10 @@ class Launcher:
     def _result(
         self, schedule: str, seed: int, out: torch.Tensor, lse: torch.Tensor, expected: Any, seconds: float
     ) -> Result:
-        want_out, want_lse = expected
-        difference = torch.where(torch.isinf(want_lse) & (lse == want_lse), 0.0, (lse - want_lse).abs())
         return Result(
             schedule,
             seed,
-            float((out.float() - want_out).norm() / want_out.norm()),
-            float(difference.max()),
+            *compare_attention((out, lse), expected),
             int(torch.isnan(out).sum() + torch.isnan(lse).sum()),
             [next(p for p in KERNELS if p in launch.kernel) for launch in self.report.launches],
             sum(launch.mma for launch in self.report.launches),
@@ -204,11 +182,7 @@ def main() -> int:
     """Run the cases on standard input."""
     launcher = Launcher()
     poison_new_tensors()
-    for line in sys.stdin:
-        if line.strip():
-            for result in launcher.run(Case(**json.loads(line))):
-                print(json.dumps(asdict(result)), flush=True)
-    return 0
+    return serve_cases(Case, launcher.run)
 
 
 if __name__ == "__main__":

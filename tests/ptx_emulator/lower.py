@@ -112,6 +112,8 @@ class Lowering:
             head, _, tail = name.partition(".")
             name = f"{head}3.{tail}"
         op = LANE_OPS[name]
+        if operands[0] == "_":
+            raise LoweringError("the result goes nowhere")
         if len(operands) != 1 + len(op.sources):
             raise LoweringError(f"{name} takes {1 + len(op.sources)} operands")
         sources = [

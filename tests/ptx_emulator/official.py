@@ -7,10 +7,8 @@ tests start this as a subprocess. It reads cases as JSON lines and prints one JS
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +18,9 @@ from typing import Any
 import torch
 
 from ptx_emulator import cute_host
+from ptx_emulator.attention_case import AttentionCase, compare_attention, serve_cases
 from ptx_emulator.launch import Options
 from ptx_emulator.report import Report, Suppression
-from ptx_emulator.subjects import relative_error
 from ptx_emulator.tensor_map import encode_tensor_map
 
 HEAD_DIM, BLOCK = 128, 128
@@ -46,30 +44,17 @@ SUPPRESSIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One problem and the schedules to run it under.
+class Case(AttentionCase):
+    """As :class:`AttentionCase`.
 
     Attributes:
-        query_lengths: tokens of each document.
-        key_lengths: keys of each document; as the queries if empty.
-        topk: selection width.
-        index_heads: key heads.
-        heads_per_index_head: query heads for each.
-        seed: of operands and selection.
         sm_count: what the schedule kernels are told; 1 or 2 gives CTAs many tiles, which exercises pipeline reuse.
-        schedules: (schedule, seed, checks) of each run.
+        suppress: take the findings of :data:`SUPPRESSIONS` as known.
+        max_instructions: after which a launch is given up.
     """
 
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...] = ()
-    topk: int = 4
-    index_heads: int = 4
-    heads_per_index_head: int = 16
-    seed: int = 0
     sm_count: int = 2
-    schedules: tuple[tuple[str, int, bool], ...] = (("eager", 0, True),)
     suppress: bool = True
-    own_block: bool = True
     max_instructions: int = 1 << 33
 
 
@@ -104,12 +89,8 @@ class Problem:
 def make_problem(case: Case) -> Problem:
     """The operands of a case and O and LSE by the reference."""
     from msa_vendored.reference import build_k2q_csr, sparse_atten_func
-    from msa_vendored.reference.cases import make_case
 
-    made = make_case(
-        case.query_lengths, case.key_lengths or None, topk=case.topk, index_heads=case.index_heads,
-        heads_per_index_head=case.heads_per_index_head, seed=case.seed, own_block=case.own_block,
-    )  # fmt: skip
+    made = case.make_operands()
     documents = (made.cu_seqlens_q, made.cu_seqlens_k)
     row_ptr, q_indices = build_k2q_csr(made.q2k_indices, *documents, BLOCK, total_k=made.k.shape[0])[:2]
     operands = (made.q, made.k, made.v, row_ptr, q_indices, case.topk)
@@ -199,7 +180,7 @@ class Official:
             yield self._result(options, got, problem.expected, time.perf_counter() - started)
 
     def _result(self, options: Options, got: Sequence[torch.Tensor], expected: Any, seconds: float) -> Result:
-        out_error, lse_error = compare(got, expected)
+        out_error, lse_error = compare_attention(got, expected)
         return Result(
             options.schedule,
             options.seed,
@@ -213,14 +194,6 @@ class Official:
             sorted(self.report.kinds),
             [str(finding) for finding, _ in self.report.suppressed],
         )
-
-
-def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Relative Frobenius error of O and largest absolute error of the LSE (see :class:`Result`)."""
-    (out, lse), (want_out, want_lse) = got, expected
-    empty = torch.isinf(want_lse)
-    difference = torch.where(empty, torch.where(lse == want_lse, 0.0, math.inf), (lse - want_lse).abs())
-    return relative_error(out, want_out), float(difference.max())
 
 
 def make_gather_map(tensor: torch.Tensor, box_x: int = 64) -> torch.Tensor:
@@ -251,12 +224,7 @@ def poisoned_empty() -> Iterator[None]:
 
 def main() -> int:
     """Run the cases on standard input."""
-    official = Official()
-    for line in sys.stdin:
-        if line.strip():
-            for result in official.run(Case(**json.loads(line))):
-                print(json.dumps(asdict(result)), flush=True)
-    return 0
+    return serve_cases(Case, Official().run)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def backward_sm100() -> list[Subject]:
         return check
 
     words = f"documents of {runs.MUTATED.lengths} tokens, 16/1 heads, top-k 2, one CTA"
-    small = make_check(Case((24,), topk=1, ctas=1))
+    small = make_check(Case((8,), topk=1, ctas=1, seed=1))  # one full task; 40 s a question, with three 8 minutes
     return loader.subjects(make_check(runs.MUTATED), {"": "MainKernel"}, words, tiny=small)
 
 
@@ -163,9 +163,8 @@ def tasks() -> list[Subject]:
     subjects = []
     for name in names:
         try:
-            subjects += loader.subjects(
-                check, {name: f"cutlass_{name}_msa_vendoredbackwardtask_build"}, "7 documents, 4 heads"
-            )
+            parts = {name: f"cutlass_{name}_msa_vendoredbackwardtask_build"}
+            subjects += [replace(made, label=name) for made in loader.subjects(check, parts, "7 documents, 4 heads")]
         except AssertionError as error:
             if "0 entries" not in str(error):
                 raise
@@ -219,12 +218,13 @@ def forward_sm90() -> list[Subject]:
     loader = Loader("sm_90a", prepared=True)
     loader.functions = launcher.functions
     case = hopper_forward.Case((133, 5), topk=4, index_heads=1, ctas=1)
+    tiny = hopper_forward.Case((8,), topk=4, index_heads=1, ctas=1)
     suppress = getattr(hopper_forward, "COUNTED", ())
     # The launcher makes its options from the case's; here they are the session's.
     module: Any = hopper_forward
     module.Options = lambda *_a, **_k: loader.options
 
-    def check() -> set[str]:
+    def check(case: hopper_forward.Case = case) -> set[str]:
         try:
             (result,) = launcher.run(case)
         finally:
@@ -233,7 +233,8 @@ def forward_sm90() -> list[Subject]:
         return wrong | ({"LSE"} if not result.lse_error <= 1e-3 or result.nans else set())
 
     parts = {name: name for name in hopper_forward.KERNELS}
-    return loader.subjects(check, parts, "documents of 133 and 5 tokens, 16/1 heads, top-k 4, one CTA", suppress)
+    words = "documents of 133 and 5 tokens, 16/1 heads, top-k 4, one CTA"
+    return loader.subjects(check, parts, words, suppress, tiny=lambda: check(tiny))
 
 
 def index_sm90() -> list[Subject]:

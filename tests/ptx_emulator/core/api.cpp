@@ -14,6 +14,7 @@ struct FindingRecord {
   const char *kind, *text;
 };
 
+#pragma GCC visibility push(default)
 extern "C" {
 Emulator* emulator_new(const Instr* instructions, u64 count, const s32* operands, const u8* roles, u64 operand_count,
                        const s64* constants, u64 constant_count, const s32* specials, u64 special_count,

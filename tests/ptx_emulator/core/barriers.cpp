@@ -70,6 +70,7 @@ void Cta::run_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m) {
         barrier.expected = count, barrier.pending = count;
         barrier.init_agent = w.id, barrier.init_clock = w.now, barrier.init_pc = w.pc;
         barriers_[address] = barrier;
+        barriers_begin_ = std::min(barriers_begin_, address), barriers_end_ = std::max(barriers_end_, address + 8);
         progress++;
         break;
       }
@@ -98,15 +99,20 @@ void Cta::run_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m) {
 
 // Returns whether every lane saw its phase completed.
 bool Cta::wait_mbarrier(Warp& w, const Instr& i, const s32* o, u32 m) {
-  u32 done = 0;
+  u32 done = 0, last_address = ~0u;
+  u64 last_token = 0;
+  bool completed = false;
   EACH_LANE(m) {
-    u32 address = shared_address(w, o[0], lane, i.imm);
-    Mbarrier& barrier = barrier_at(address, w.pc, w.view, agent_code(AGENT_WARP, w.id), false);
-    u64 token = i.a ? reg(w, o[2])[lane] : reg64(w, o[2])[lane];
-    bool completed = i.a ? (barrier.phase & 1) != (token & 1) : barrier.phase != token;
+    const u32 address = shared_address(w, o[0], lane, i.imm);
+    const u64 token = i.a ? reg(w, o[2])[lane] : reg64(w, o[2])[lane];
+    if (address != last_address || token != last_token) {  // all lanes usually wait for the same
+      last_address = address, last_token = token;
+      Mbarrier& barrier = barrier_at(address, w.pc, w.view, agent_code(AGENT_WARP, w.id), false);
+      completed = i.a ? (barrier.phase & 1) != (token & 1) : barrier.phase != token;
+      if (completed && checks(CHECK_RACES)) w.view.join(barrier.completed);
+    }
     if (completed) {
       done |= 1u << lane;
-      if (checks(CHECK_RACES)) w.view.join(barrier.completed);
     } else {
       w.yield_address = address;
       w.yield_parity = (u32)token & 1;

@@ -5,7 +5,6 @@
 // proxy may rely on: a generic-proxy write enters it only through fence.proxy.async.
 #pragma once
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include "common.h"
 
@@ -58,54 +57,67 @@ constexpr u32 PENDING = 0x7fffffff;
 struct Actor { u32 agent, clock; const View* view; bool async; s32 pc; u32 cta; bool atomic; };
 struct Access { u32 agent, clock; s32 pc; };
 
-// 4 bytes of memory. All zero means: never touched in this launch. Agents are stored plus one.
+// A granule of memory, or a block of four that were always accessed together. All zero means: never touched in this
+// launch. Agents are stored plus one.
 struct Cell {
-  u32 write_agent, write_clock;
-  s32 write_pc;
-  u32 write_cta;
-  u32 read_agent, read_clock;
+  u32 write_agent, write_clock, write_cta;
+  u32 write_pc : 29, write_async : 1, write_atomic : 1;
+  u32 split : 1;  // of a block: its granules are kept apart
+  u32 read_agent, read_clock, read_cta;
   s32 read_pc;
-  u32 read_cta;
-  u8 write_async, write_atomic;
 };
+static_assert(sizeof(Cell) == 32, "two cells a cache line");
 
 enum class Conflict { READ_AFTER_WRITE, WRITE_AFTER_WRITE, WRITE_AFTER_READ, PROXY, NOT_WAITED };
-struct ConflictSite { Conflict kind; u32 agent; s32 pc; u32 cta; u64 granule; };
+struct ConflictSite { Conflict kind; u32 agent; s32 pc; u32 cta; u64 granule; u32 granules; };
 
 class Shadow {
  public:
   // 4 bytes in shared memory: 16 gave false races, the forward's row statistics start at 12 mod 16. Global tensors of
   // 16-bit elements use 16, else the shadow of O_partial alone would take a gigabyte.
   explicit Shadow(u32 granule = 4) : granule_(granule) {}
-  using Report = std::function<void(const ConflictSite&, const Actor&, bool write)>;
 
   void reset(u64 bytes) {
-    // calloc: pages that no access touches are never made.
-    cells_.reset((Cell*)calloc(bytes / granule_ + 2, sizeof(Cell)));
+    const u64 blocks = (bytes / granule_ + 2) / BLOCK + 1;
+    blocks_.reset(blocks), cells_.reset(blocks * BLOCK);
+    touched_.assign(blocks * BLOCK / PAGE + 1, 0);
     readers_.clear();
     free_.clear();
   }
-  bool empty() const { return !cells_; }
+  bool empty() const { return touched_.empty(); }
   u32 granule() const { return granule_; }
 
-  void access(u64 address, u32 bytes, bool write, const Actor& actor, const Report& report) {
-    u64 last = (address + bytes - 1) / granule_;
-    for (u64 granule = address / granule_; granule <= last; granule++) {
-      Cell& cell = cells_.get()[granule];
-      check_write(cell, granule, write, actor, report);
-      if (write) {
-        check_reads(cell, granule, actor, report);
-        cell.write_agent = actor.agent + 1, cell.write_clock = actor.clock, cell.write_pc = actor.pc;
-        cell.write_cta = actor.cta, cell.write_async = actor.async, cell.write_atomic = actor.atomic;
-      } else {
-        note_read(cell, actor);
+  // `report` takes a ConflictSite, the actor and whether it writes.
+  template <class Report> void access(u64 address, u32 bytes, bool write, const Actor& actor, const Report& report) {
+    const u64 end = (address + bytes - 1) / granule_ + 1;
+    for (u64 granule = address / granule_; granule < end;) {
+      Cell& block = blocks_[granule / BLOCK];
+      touched_[granule / PAGE] = 1;
+      if (granule % BLOCK || end - granule < BLOCK) {
+        if (!block.split) split(block, granule / BLOCK);
+        visit(cells_[granule], granule, 1, write, actor, report);
+        granule++;
+        continue;
       }
+      // Copies and matrix operands come in whole blocks.
+      if (!block.split) {
+        visit(block, granule, BLOCK, write, actor, report);
+      } else {
+        for (u32 k = 0; k < BLOCK; k++) visit(cells_[granule + k], granule + k, 1, write, actor, report);
+        if (write) block = cells_[granule];
+      }
+      granule += BLOCK;
     }
   }
   // Conflicts with what another worker, hence another CTA, did to the same memory in the same launch.
   template <class Found> void compare(const Shadow& other, u64 bytes, Found found) const {
-    for (u64 granule = 0; granule <= (bytes - 1) / granule_; granule++) {
-      const Cell &a = cells_.get()[granule], &b = other.cells_.get()[granule];
+    const u64 count = (bytes - 1) / granule_ + 1;
+    for (u64 granule = 0; granule < count; granule++) {
+      if (granule % PAGE == 0 && !(touched_[granule / PAGE] && other.touched_[granule / PAGE])) {
+        granule += PAGE - 1;
+        continue;
+      }
+      const Cell &a = at(granule), &b = other.at(granule);
       if (a.write_agent && b.write_agent && !(a.write_atomic && b.write_atomic))
         found(Conflict::WRITE_AFTER_WRITE, granule, written(a), written(b));
       else if (a.write_agent && b.read_agent)
@@ -118,46 +130,103 @@ class Shadow {
   // A pending write of `agent` has completed at `clock`.
   void settle(u64 address, u32 bytes, u32 agent, u32 clock) {
     for (u64 granule = address / granule_; granule <= (address + bytes - 1) / granule_; granule++) {
-      Cell& cell = cells_.get()[granule];
+      Cell& cell = at(granule);
       if (cell.write_agent == agent + 1 && cell.write_clock == PENDING) cell.write_clock = clock;
     }
   }
 
  private:
-  static constexpr u32 MANY = ~0u;
-  struct Release { void operator()(Cell* cells) const { free(cells); } };
+  static constexpr u32 MANY = ~0u, BLOCK = 4, PAGE = 1024;
+  // Zeros; pages that no access touches are never made.
+  class Cells {
+   public:
+    void reset(u64 count) {
+      memory_.reset(calloc(count + 1, sizeof(Cell)));
+      first_ = (Cell*)(((u64)memory_.get() + sizeof(Cell) - 1) / sizeof(Cell) * sizeof(Cell));
+    }
+    Cell& operator[](u64 i) const { return first_[i]; }
+
+   private:
+    struct Release { void operator()(void* memory) const { free(memory); } };
+    std::unique_ptr<void, Release> memory_;
+    Cell* first_ = nullptr;
+  };
   u32 granule_;
-  std::unique_ptr<Cell, Release> cells_;
+  Cells blocks_, cells_;
+  std::vector<u8> touched_;  // by PAGE granules
   std::vector<std::vector<Access>> readers_;
   std::vector<u32> free_;
 
-  static Seen written(const Cell& cell) { return {cell.write_agent - 1, cell.write_pc, cell.write_cta}; }
+  Cell& at(u64 granule) const {
+    Cell& block = blocks_[granule / BLOCK];
+    return block.split ? cells_[granule] : block;
+  }
+  void split(Cell& block, u64 index) {
+    for (u32 k = 0; k < BLOCK; k++) {
+      Cell& cell = cells_[index * BLOCK + k];
+      cell = block;
+      if (!k || block.read_agent != MANY) continue;
+      cell.read_clock = new_readers();
+      readers_[cell.read_clock] = readers_[block.read_clock];
+    }
+    block.split = 1;
+  }
+  u32 new_readers() {
+    if (free_.empty()) {
+      readers_.emplace_back();
+      return (u32)readers_.size() - 1;
+    }
+    const u32 slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+  template <class Report>
+  void visit(Cell& cell, u64 granule, u32 granules, bool write, const Actor& actor, const Report& found) {
+    auto report = [&](ConflictSite site) {
+      site.granule = granule, site.granules = granules;
+      found(site, actor, write);
+    };
+    if (cell.write_agent && !follows_write(cell, actor)) check_write(cell, write, actor, report);
+    if (write) {
+      if (cell.read_agent) check_reads(cell, actor, report);
+      cell.write_agent = actor.agent + 1, cell.write_clock = actor.clock, cell.write_pc = (u32)actor.pc;
+      cell.write_cta = actor.cta, cell.write_async = actor.async, cell.write_atomic = actor.atomic;
+    } else {
+      note_read(cell, actor);
+    }
+  }
+  static Seen written(const Cell& cell) { return {cell.write_agent - 1, (s32)cell.write_pc, cell.write_cta}; }
   Seen read(const Cell& cell) const {
     if (cell.read_agent != MANY) return {cell.read_agent - 1, cell.read_pc, cell.read_cta};
     const Access& first = readers_[cell.read_clock][0];
     return {first.agent, first.pc, cell.read_cta};
   }
-  static void check_write(const Cell& cell, u64 granule, bool write, const Actor& actor, const Report& report) {
-    if (!cell.write_agent) return;
+  // The common case: the write is ordered before the actor, and published to it.
+  static bool follows_write(const Cell& cell, const Actor& actor) {
+    const u32 writer = cell.write_agent - 1;
+    if (cell.write_cta != actor.cta || !actor.view->seen.covers(writer, cell.write_clock)) return false;
+    return !actor.async || cell.write_async || actor.view->async_seen.covers(writer, cell.write_clock);
+  }
+  template <class Report>
+  static void check_write(const Cell& cell, bool write, const Actor& actor, const Report& report) {
     u32 writer = cell.write_agent - 1;
-    auto site = [&](Conflict kind) { return ConflictSite{kind, writer, cell.write_pc, cell.write_cta, granule}; };
+    auto site = [&](Conflict kind) { return ConflictSite{kind, writer, (s32)cell.write_pc, cell.write_cta, 0, 0}; };
     Conflict race = write ? Conflict::WRITE_AFTER_WRITE : Conflict::READ_AFTER_WRITE;
     if (actor.atomic && cell.write_atomic) return;
-    if (cell.write_cta != actor.cta) return report(site(race), actor, write);
+    if (cell.write_cta != actor.cta) return report(site(race));
     if (writer == actor.agent && !actor.async) {
-      if (cell.write_clock == PENDING && actor.clock != PENDING) report(site(Conflict::NOT_WAITED), actor, write);
+      if (cell.write_clock == PENDING && actor.clock != PENDING) report(site(Conflict::NOT_WAITED));
       return;
     }
-    if (!actor.view->seen.covers(writer, cell.write_clock)) return report(site(race), actor, write);
+    if (!actor.view->seen.covers(writer, cell.write_clock)) return report(site(race));
     if (actor.async && !cell.write_async && !actor.view->async_seen.covers(writer, cell.write_clock))
-      report(site(Conflict::PROXY), actor, write);
+      report(site(Conflict::PROXY));
   }
-  void check_reads(Cell& cell, u64 granule, const Actor& actor, const Report& report) {
-    if (!cell.read_agent) return;
+  template <class Report> void check_reads(Cell& cell, const Actor& actor, const Report& report) {
     auto check = [&](const Access& read, u32 cta) {
       if (actor.atomic && read.agent == actor.agent) return;
       bool ordered = cta == actor.cta && (read.agent == actor.agent || actor.view->seen.covers(read.agent, read.clock));
-      if (!ordered) report({Conflict::WRITE_AFTER_READ, read.agent, read.pc, cta, granule}, actor, true);
+      if (!ordered) report(ConflictSite{Conflict::WRITE_AFTER_READ, read.agent, read.pc, cta, 0, 0});
     };
     if (cell.read_agent == MANY) {
       for (const Access& read : readers_[cell.read_clock]) check(read, cell.read_cta);
@@ -183,9 +252,7 @@ class Shadow {
     Access before{cell.read_agent - 1, cell.read_clock, cell.read_pc};
     // Readers of another CTA: the latest one stands for all, or K and V would collect every CTA of the grid.
     if (cell.read_agent && cell.read_agent != MANY && cell.read_cta == actor.cta && !replaces(before)) {
-      u32 slot;
-      if (free_.empty()) { slot = (u32)readers_.size(); readers_.emplace_back(); }
-      else { slot = free_.back(); free_.pop_back(); }
+      const u32 slot = new_readers();
       readers_[slot] = {before, now};
       cell.read_agent = MANY, cell.read_clock = slot;
       return;

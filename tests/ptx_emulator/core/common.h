@@ -28,6 +28,7 @@ constexpr s32 ABSENT = -1, ALWAYS_FALSE = -2, ALWAYS_TRUE = -3;
 // Layout shared with bindings.py.
 struct Instr { s32 kind, guard, negated, a, b, c, count, at; s64 imm; };
 enum Role : u8 { ROLE_NONE, ROLE_USE, ROLE_DEFINE, ROLE_USE_PREDICATE, ROLE_DEFINE_PREDICATE };
+enum MemorySpace : s32 { MEMORY_PARAM, MEMORY_SHARED, MEMORY_GLOBAL, MEMORY_GENERIC, MEMORY_LOCAL };  // as in handlers.py
 enum Schedule : u32 { EAGER, LAZY, RANDOM };
 enum Check : u32 { CHECK_INIT = 1, CHECK_RACES = 2, CHECK_GLOBAL = 4, CHECK_LANES = 8, CHECK_TCGEN05_FENCES = 16 };
 struct LaunchConfig {

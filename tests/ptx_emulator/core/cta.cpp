@@ -49,7 +49,8 @@ void Cta::start(u32 linear_index) {
   shared_.assign(bytes, 0xCD);
   shared_init_.assign(bytes, 0);
   if (checks(CHECK_RACES)) shared_shadow_.reset(bytes);
-  if (checks(CHECK_LANES)) lane_cells_.assign(bytes, LaneCell());
+  if (checks(CHECK_LANES)) lane_cells_.assign(bytes / 4 + 1, LaneCell());
+  lane_byte_cells_.clear();
   if (tmem_dirty_) {
     tmem_.assign(TMEM_LANES * TMEM_COLUMNS, 0x7fffbad0u);
     tmem_init_.assign(TMEM_LANES * TMEM_COLUMNS, 0);
@@ -60,6 +61,7 @@ void Cta::start(u32 linear_index) {
   column_alloc_pc_.assign(TMEM_COLUMNS, -1);
   tmem_dirty_ = relinquished_ = false;
   barriers_.clear();
+  barriers_begin_ = ~0u, barriers_end_ = 0;
   named_.fill(NamedBarrier());
   warpgroups_.assign((warps_count + 3) / 4, Warpgroup());
   queue.clear();
@@ -84,6 +86,7 @@ void Cta::start(u32 linear_index) {
     w.view.seen.set(id, w.now);
     w.local.assign((size_t)32 * c.local_bytes, 0xCD);
     w.register_init.assign(program.register_bytes / 128 + 1, 0);
+    if (checks(CHECK_RACES)) w.loading.assign(program.register_bytes / 128 + 1, 0);
     w.predicate_init.assign(program.predicates + 1, 0);
     if (program.wgmma && checks(CHECK_RACES)) w.wgmma_registers.resize(program.register_bytes / 128 + 1);
     for (const auto& constant : program.constants) {

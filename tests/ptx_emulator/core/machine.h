@@ -7,8 +7,12 @@
 #include <mutex>
 #include <unordered_map>
 #include "clocks.h"
-#include "numeric.h"
+#include "matmul.h"
 #include "kinds.inc"
+
+// Lane-wise instructions: registers, predicates, operands, active lanes. alu.cpp; the kinds from FIRST_LANE_KIND on.
+using LaneFunction = void (*)(u8*, u32*, const s32*, u32);
+extern const LaneFunction LANE_FUNCTIONS[];
 
 struct Region { u64 base, bytes; Shadow shadow; };
 
@@ -28,9 +32,10 @@ enum class WarpState { READY, AT_BARRIER, YIELDED, WAITS_REGISTERS, DONE };
 // Lanes that diverged from the current ones. Parked lanes wait at a .sync instruction for the others of its mask.
 struct Group { s32 pc; u32 mask; bool parked; u64 yielded_at; };
 
+// Columns of a warp's quarter of tensor memory that one tcgen05.ld or .st moves: one range, or two that may overlap.
+struct TmemColumns { u32 quarter, first, count, second, second_count; };
 // One tcgen05.ld whose registers are not known to be complete.
-struct TmemLoad { u32 id, quarter; std::vector<u32> columns; };
-struct TmemStore { u32 quarter; std::vector<u32> columns; };
+struct TmemLoad { u32 id; TmemColumns columns; };
 
 struct Warp {
   u32 id = 0;
@@ -58,9 +63,10 @@ struct Warp {
   std::vector<PendingCopy> pending_copies;
   struct PendingBulk { u32 agent, clock, group, lane; s32 pc; };
   std::vector<PendingBulk> pending_bulk;
-  std::vector<TmemLoad> loads;                  // not waited for
-  std::unordered_map<s32, u32> loading;         // register slot -> TmemLoad::id, until first use
-  std::vector<TmemStore> stores;                // not waited for
+  std::vector<TmemLoad> loads;    // not waited for
+  std::vector<u32> loading;       // by register: TmemLoad::id of the load that fills it, until first use; else 0
+  u32 loading_count = 0;          // of them that are not 0
+  std::vector<TmemColumns> stores;  // not waited for
   u32 next_load = 0;
   // wgmma: operations issued and known to be complete, those issued at each commit, wgmma.fence executed.
   u32 wgmma_issued = 0, wgmma_done = 0, wgmma_fences = 0;
@@ -122,19 +128,33 @@ struct TensorMap {
 };
 
 // TMEM is tracked by the 32 lanes of a warp's quarter times one column.
-struct TmemRead { u32 agent, issued, completed; s32 pc; };
+struct TmemAccess { u32 agent, issued, completed; s32 pc; };
 struct TmemCell {
-  bool written = false;
-  u32 agent = 0, issued = 0, completed = 0;
-  s32 pc = 0;
-  std::vector<TmemRead> reads;
+  bool written = false, was_read = false;
+  TmemAccess write{0, 0, 0, 0}, read{0, 0, 0, 0};
+  std::vector<TmemAccess> more_reads;  // by other agents
+  template <class Visit> void each_read(Visit visit) {
+    if (was_read) visit(read);
+    for (TmemAccess& other : more_reads) visit(other);
+  }
+  void note_read(const TmemAccess& access) {
+    bool found = false;
+    each_read([&](TmemAccess& other) {
+      if (other.agent == access.agent) other = access, found = true;
+    });
+    if (found) return;
+    if (was_read) more_reads.push_back(access);
+    else read = access, was_read = true;
+  }
 };
 
-// Who of a warp last touched one byte of shared memory, and in which of its epochs.
+// Who of a warp last touched a word of shared memory, and in which of its epochs; a word that was accessed by halves or
+// bytes has a cell for each byte.
 struct LaneCell {
   u32 write_epoch = 0, read_epoch = 0, read_lanes = 0;
   s32 write_pc = 0, read_pc = 0;
   u8 write_warp = 0, write_lane = 0, read_warp = 0;
+  bool split = false;
 };
 
 struct Launch;
@@ -160,7 +180,7 @@ class Cta {
   // Memory.
   std::vector<u8> shared_, shared_init_;
   Shadow shared_shadow_;
-  std::vector<LaneCell> lane_cells_;
+  std::vector<LaneCell> lane_cells_, lane_byte_cells_;  // the second is empty until a word is split
   std::vector<u32> tmem_;
   std::vector<u8> tmem_init_;
   std::vector<TmemCell> tmem_cells_;
@@ -169,6 +189,7 @@ class Cta {
   std::vector<s32> column_release_pc_, column_alloc_pc_;
   bool tmem_dirty_ = true, relinquished_ = false;
   std::unordered_map<u32, Mbarrier> barriers_;
+  u32 barriers_begin_ = ~0u, barriers_end_ = 0;  // all mbarriers lie between
   std::array<NamedBarrier, 17> named_;
   std::vector<Warpgroup> warpgroups_;
   std::vector<u8> register_file_;
@@ -189,7 +210,7 @@ class Cta {
   u32 random() { rng ^= rng << 13; rng ^= rng >> 7; rng ^= rng << 17; return (u32)(rng >> 11); }
   bool checks(u32 which) const;
   void report(const char* kind, s32 pc, s32 agent, s32 other_pc, s32 other_agent, s32 space, u64 address,
-              std::string text = "", s32 other_cta = -1);
+              std::string text = "", s32 other_cta = -1, u32 count = 1);
   // What a warp does from now on is not covered by what it has released or fenced so far.
   void tick(Warp& w) { w.view.seen.set(w.id, ++w.now); }
   void meet(Warp& w) { tick(w); w.met = w.now, w.touched = 0; }
@@ -204,18 +225,27 @@ class Cta {
   // memory.cpp
   void check_shared(u32 address, u32 bytes, const char* what);
   void check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* written);
+  void check_lane_cell(LaneCell& cell, Warp& w, u32 lane, u32 address, u32 bytes, const u8* written);
   void shadow_shared(u32 address, u32 bytes, bool write, const Actor& who);
   void check_shared_init(u32 address, u32 bytes, const char* what, s32 pc, s32 agent);
+  Region* region_of(u64 address, u32 bytes);
   u8* global_pointer(u64 address, u32 bytes, const char* what);
   void shadow_global(u64 address, u32 bytes, bool write, const Actor& who);
   void report_conflict(const ConflictSite& site, const Actor& who, bool write, s32 space, u64 address);
   u64 lane_address(Warp& w, s32 operand, u32 lane, s64 offset);
   u32 shared_address(Warp& w, s32 operand, u32 lane, s64 offset) { return (u32)lane_address(w, operand, lane, offset); }
+  bool is_shared_window(u64 address) const;
+  void lane_addresses(Warp& w, s32 operand, s64 offset, u64* out);
+  u32 access(Warp& w, s32 space, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_shared(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_global(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
+  void access_local(Warp& w, const u64* addresses, u32 m, u32 bytes, bool write, u8** places);
   void load(Warp& w, const Instr& i, const s32* o, u32 m);
   void store(Warp& w, const Instr& i, const s32* o, u32 m);
+
+  // atomics.cpp
   void atomic(Warp& w, const Instr& i, const s32* o, u32 m);
   u8* atomic_place(Warp& w, u64 address, u32 bytes, bool shared);
-  bool is_shared_window(u64 address) const;
 
   // barriers.cpp
   Mbarrier& barrier_at(u32 address, s32 pc, const View& view, s32 agent, bool async);
@@ -252,17 +282,23 @@ class Cta {
   void allocate_tmem(Warp& w, const Instr& i, const s32* o, u32 m);
   void deallocate_tmem(Warp& w, const s32* o, u32 m);
   void check_columns(u32 column, u32 count, const char* what, s32 pc, s32 agent);
-  void touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, u32 completed, const View& view, s32 pc);
+  void touch_tmem(u32 quarter, u32 column, u32 count, bool write, u32 agent, u32 clock, u32 completed,
+                  const View& view, s32 pc);
+  void check_tmem_order(u64 place, const TmemAccess& earlier, const char* what, const char* wait, u32 agent,
+                        const View& view, s32 pc);
   void move_tmem(Warp& w, const Instr& i, const s32* o, u32 m);
+  void move_tmem_row(Warp& w, bool load, u32 at, u32 thread, const s32* registers, u32 count);
+  void note_tmem_move(Warp& w, const TmemColumns& columns, bool load, const s32* registers, u32 count);
+  template <class Visit> void each_tmem_cell(const TmemColumns& columns, Visit visit);
   void wait_tmem(Warp& w, bool stores);
   void complete_load(Warp& w, u32 id, bool waited);
   void use_loading_registers(Warp& w, const Instr& i, const s32* o);
   void issue_mma(Warp& w, const Instr& i, const s32* o, u32 m);
   void run_mma(AsyncOp& op);
   void run_tmem_copy(AsyncOp& op);
-  void read_operand(f32* out, u64 descriptor, u32 rows, bool mn_major, u32 format, AsyncOp& op);
-  void read_tmem_operand(f32* out, u32 rows, u32 format, AsyncOp& op);
-  u32 read_chunk(u32 address, u32 swizzle, u8* out, const Actor& who, const char* what);
+  void read_operand(const Operand& out, u64 descriptor, u32 rows, bool mn_major, u32 format, AsyncOp& op);
+  void read_tmem_operand(const Operand& out, u32 rows, u32 format, AsyncOp& op);
+  const u8* read_chunk(u32 address, u32 swizzle, const Actor& who, const char* what);
   void order_pipe(AsyncOp& op);
   void fence_tcgen05(Warp& w, bool after);
 
@@ -274,6 +310,7 @@ class Cta {
   void issue_wgmma(Warp& w, const Instr& i, const s32* o);
   void check_wgmma_operands(Warp& w, const Instr& i, const s32* o, bool accumulate);
   void run_wgmma(AsyncOp& op);
+  template <class Visit> void each_wgmma_pair(u32 first_warp, u32 row, u32 n, const s32* o, Visit visit);
   void read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format);
   bool wait_wgmma(Warp& w, const Instr& i);
   void check_wgmma_registers(Warp& w, const Instr& i, const s32* o);
@@ -286,6 +323,9 @@ class Cta {
   bool rendezvous(Warp& w, u32 m, u32 wanted, const char* what);
   bool yield_group(Warp& w);
   void check_registers(Warp& w, const Instr& i, const s32* o, u32 m);
+  void select(Warp& w, const Instr& i, const s32* o, u32 m);
+  void pack(Warp& w, const Instr& i, const s32* o, u32 m);
+  void unpack(Warp& w, const Instr& i, const s32* o, u32 m);
   void shuffle(Warp& w, const Instr& i, const s32* o, u32 m);
   void run_vote(Warp& w, const Instr& i, const s32* o, u32 m);
   void exit_lanes(Warp& w, u32 m);
@@ -334,6 +374,7 @@ inline bool Cta::checks(u32 which) const { return launch.config.checks & which; 
 inline u32 first_lane(u32 mask) { return (u32)__builtin_ctz(mask); }
 // The empty branch keeps an `else` after the macro from binding to its `if`.
 #define EACH_LANE(mask) for (u32 lane = 0; lane < 32; lane++) if (!((mask) >> lane & 1)) {} else
+void check_aligned(u64 address, u32 bytes, s32 space, const char* what);  // memory.cpp
 TensorMap decode_tensor_map(const u64* words, u32 rank);
 inline u32 swizzle_address(u32 address, u32 mode) {
   return mode == 0 ? address : address ^ (((address >> 7) & ((1u << mode) - 1)) << 4);

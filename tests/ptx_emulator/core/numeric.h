@@ -48,8 +48,8 @@ inline f32 high(u64 a) { return bit_cast<f32>((u32)(a >> 32)); }
 inline u64 pair(f32 a, f32 b) { return (u64)bit_cast<u32>(a) | (u64)bit_cast<u32>(b) << 32; }
 
 template <class T, class F> inline T saturate(F value) {
-  // A NaN becomes 0, or the top bit if the result has 64 bits: what an sm_90 card gives.
-  if (value != value) return sizeof(T) == 8 ? (T)(1ull << 63) : 0;
+  // A NaN becomes 0, or the top bit if source or result has 64 bits: what an sm_90 card gives.
+  if (value != value) return sizeof(T) == 8 || sizeof(F) == 8 ? T(1) << (sizeof(T) * 8 - 1) : 0;
   constexpr f64 below = (f64)std::numeric_limits<T>::min();
   constexpr f64 above = 2.0 * (f64)(T(1) << (std::numeric_limits<T>::digits - 1));  // max() + 1, exact in f64
   if ((f64)value <= below) return std::numeric_limits<T>::min();

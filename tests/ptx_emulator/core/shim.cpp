@@ -19,6 +19,7 @@ const char* message = "the emulated launch failed";
 constexpr int ATTRIBUTE_SM_COUNT = 16, ATTRIBUTE_MAX_SHARED = 97, ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76;
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 void emulator_set_callbacks(Callback launch, MemsetCallback fill) { on_launch = launch; on_memset = fill; }
 int _cudaLibraryLoadData(void** library, const void*, void*, void*, unsigned, void*, void*, unsigned) {

@@ -3,6 +3,7 @@
 
 namespace {
 enum { TYPE_BF16, TYPE_F16, TYPE_TF32 };
+constexpr u32 WGMMA_ROWS = 64;
 f32 half_of(u32 word, u32 part, s32 type) {
   u32 bits = word >> (16 * part) & 0xffff;
   return type == TYPE_BF16 ? from_bf16(bits) : from_f16(bits);
@@ -189,45 +190,57 @@ void Cta::check_wgmma_registers(Warp& w, const Instr& i, const s32* o) {
 
 // A from registers: thread t holds rows t/4 and t/4 + 8 of its warp's 16.
 void Cta::read_wgmma_fragment(f32* out, u32 group, const s32* operands, u32 format) {
-  const u32 k_count = format == 2 ? 8 : 16;
+  const u32 k_count = format == MATRIX_TF32 ? 8 : 16;
   for (u32 t = 0; t < 128; t++)
     for (u32 r = 0; r < 4; r++) {
       const u32 word = reg(warps[group + t / 32], operands[r])[t % 32];
       f32* row = out + (t / 32 * 16 + t % 32 / 4 + (r & 1) * 8) * k_count;
-      if (format == 2) row[t % 4 + (r >> 1) * 4] = tf32_of(word);
+      if (format == MATRIX_TF32) row[t % 4 + (r >> 1) * 4] = tf32_of(word);
       else
         for (u32 e = 0; e < 2; e++) row[2 * (t % 4) + e + (r >> 1) * 8] = half_of(word, e, format ? TYPE_BF16 : TYPE_F16);
     }
 }
 
+// Two neighbouring columns of a row of D: thread 4 (row mod 8) + q of the row's warp holds columns 8 j + 2 q and the next,
+// in registers 4 j and 4 j + 1, or the two after them for the lower eight rows of the warp.
+template <class Visit> void Cta::each_wgmma_pair(u32 first_warp, u32 row, u32 n, const s32* o, Visit visit) {
+  Warp& w = warps[first_warp + row / 16];
+  const u32 thread = row % 8 * 4, low_rows = row % 16 / 8 * 2;
+  for (u32 j = 0; j < n / 8; j++) {
+    u32 *even = reg(w, o[4 * j + low_rows]) + thread, *odd = reg(w, o[4 * j + low_rows + 1]) + thread;
+    for (u32 q = 0; q < 4; q++) visit(8 * j + 2 * q, even + q, odd + q);
+  }
+}
+
 void Cta::run_wgmma(AsyncOp& op) {
   const Instr& i = launch.program.instructions[(size_t)op.pc];
   const s32* o = &launch.program.operands[(size_t)i.at];
-  const u32 n = (u32)i.b, registers = n / 2, format = i.a == TYPE_TF32 ? 2 : i.a == TYPE_BF16 ? 1 : 0;
-  const u32 k_count = format == 2 ? 8 : 16;
-  const f32 sign = (i.c & 8 ? -1.f : 1.f) * (i.c & 16 ? -1.f : 1.f);
+  const u32 n = (u32)i.b, registers = n / 2, format = i.a == TYPE_TF32   ? MATRIX_TF32
+                                                                      : i.a == TYPE_BF16 ? MATRIX_BF16
+                                                                                         : MATRIX_F16;
+  const u32 k_count = format == MATRIX_TF32 ? 8 : 16;
+  const bool negated = !(i.c & 8) != !(i.c & 16);  // A or B, not both
   op.agent = pipe(AGENT_WGMMA, op.warp), op.clock = warpgroups_[op.warp / 4].executed + 1;
   pipes_[op.agent] = op.view;
-  f32 a[64 * 16], b[256 * 16], transposed[16 * 256], sums[256];
+  alignas(64) f32 a[WGMMA_ROWS * OPERAND_K], b[OPERAND_K * MATRIX_MAX_N], sums[WGMMA_ROWS * MATRIX_MAX_N];
+  const Operand a_out{a, k_count, 1}, b_out{b, 1, n};
   if (i.c & 1) read_wgmma_fragment(a, op.warp, o + registers + 2, format);
-  else read_operand(a, op.a, 64, i.c & 2, format, op);
-  read_operand(b, op.b, n, i.c & 4, format, op);
-  for (u32 c = 0; c < n; c++)
-    for (u32 k = 0; k < k_count; k++) transposed[k * n + c] = b[c * k_count + k];
-  for (u32 row = 0; row < 64; row++) {
-    // Thread 4 (row mod 8) + q of the row's warp holds columns 8 j + 2 q and the next, in registers 4 j and 4 j + 1, or
-    // the two after them for the lower eight rows of the warp.
-    Warp& w = warps[op.warp + row / 16];
-    const u32 thread = row % 8 * 4, low_rows = row % 16 / 8 * 2;
-    auto place = [&](u32 c) { return reg(w, o[c / 8 * 4 + low_rows + (c & 1)]) + thread + c % 8 / 2; };
-    for (u32 c = 0; c < n; c++) sums[c] = op.accumulate ? bit_cast<f32>(*place(c)) : 0.f;
-    for (u32 k = 0; k < k_count; k++) {
-      const f32 factor = a[row * k_count + k] * sign;
-      const f32* values = transposed + k * n;
-      for (u32 c = 0; c < n; c++) sums[c] += factor * values[c];
-    }
-    for (u32 c = 0; c < n; c++) *place(c) = bit_cast<u32>(sums[c]);
+  else read_operand(a_out, op.a, WGMMA_ROWS, i.c & 2, format, op);
+  read_operand(b_out, op.b, n, i.c & 4, format, op);
+  for (u32 k = 0; negated && k < WGMMA_ROWS * k_count; k++) a[k] = -a[k];
+  f32* d[WGMMA_ROWS];
+  for (u32 row = 0; row < WGMMA_ROWS; row++) {
+    d[row] = sums + row * n;
+    if (!op.accumulate) memset(d[row], 0, n * 4);
+    else each_wgmma_pair(op.warp, row, n, o, [&](u32 c, u32* even, u32* odd) {
+      d[row][c] = bit_cast<f32>(*even), d[row][c + 1] = bit_cast<f32>(*odd);
+    });
   }
+  multiply_add(d, a, b, WGMMA_ROWS, n, k_count);
+  for (u32 row = 0; row < WGMMA_ROWS; row++)
+    each_wgmma_pair(op.warp, row, n, o, [&](u32 c, u32* even, u32* odd) {
+      *even = bit_cast<u32>(d[row][c]), *odd = bit_cast<u32>(d[row][c + 1]);
+    });
   warpgroups_[op.warp / 4].executed++;
   launch.stats.mma++;
   progress++;

@@ -42,6 +42,7 @@ void Cta::fence_tcgen05(Warp& w, bool after) {
 void Cta::check_columns(u32 column, u32 count, const char* what, s32 pc, s32 agent) {
   if (column + count > TMEM_COLUMNS)
     fault_at("out-of-bounds", SPACE_TMEM, column, printed("%s of %u columns beyond the 512", what, count));
+  if (std::count(column_state_.begin() + column, column_state_.begin() + column + count, (u8)ALLOCATED) == count) return;
   for (u32 c = column; c < column + count; c++) {
     if (column_state_[c] == FREE)
       fault_at("tmem-unallocated", SPACE_TMEM, c, printed("%s of a column that is not allocated", what));
@@ -86,47 +87,47 @@ void Cta::deallocate_tmem(Warp& w, const s32* o, u32 m) {
   for (u32 c = column; c < column + count; c++) {
     // A deallocation takes the columns from whoever still uses them, as a write would.
     for (u32 quarter = 0; quarter < 4; quarter++)
-      touch_tmem(quarter, c, true, w.id, w.now, w.now, w.view, w.pc);
+      touch_tmem(quarter, c, 1, true, w.id, w.now, w.now, w.view, w.pc);
     column_state_[c] = RELEASED;
     column_release_pc_[c] = w.pc;
   }
   progress++;
 }
 
-void Cta::touch_tmem(u32 quarter, u32 column, bool write, u32 agent, u32 clock, u32 completed, const View& view,
-                     s32 pc) {
+void Cta::check_tmem_order(u64 place, const TmemAccess& earlier, const char* what, const char* wait, u32 agent,
+                           const View& view, s32 pc) {
+  if (!view.seen.covers(earlier.agent, earlier.issued))
+    report("tmem-race", pc, name_agent(agent), earlier.pc, name_agent(earlier.agent), SPACE_TMEM, place, what);
+  else if (!view.seen.covers(earlier.agent, earlier.completed))
+    report("missing-tcgen05-wait", pc, name_agent(agent), earlier.pc, name_agent(earlier.agent), SPACE_TMEM, place,
+           printed("%s; ordered only by use of the data, no %s before the signal", what, wait));
+  else if (checks(CHECK_TCGEN05_FENCES) && !view.tensor_seen.covers(earlier.agent, earlier.completed))
+    report("missing-tcgen05-fence", pc, name_agent(agent), earlier.pc, name_agent(earlier.agent), SPACE_TMEM, place,
+           printed("%s by tcgen05.fence::before_thread_sync and ::after_thread_sync", what));
+}
+
+// One access of a quarter's columns.
+void Cta::touch_tmem(u32 quarter, u32 column, u32 count, bool write, u32 agent, u32 clock, u32 completed,
+                     const View& view, s32 pc) {
   if (!checks(CHECK_RACES)) return;
-  TmemCell& cell = tmem_cells_[quarter * TMEM_COLUMNS + column];
-  const u64 place = (u64)quarter * 32 << 16 | column;
-  auto conflict = [&](u32 other, u32 issued, u32 done, s32 other_pc, const char* what, const char* wait) {
-    if (other == agent) return;
-    if (!view.seen.covers(other, issued))
-      report("tmem-race", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place, what);
-    else if (!view.seen.covers(other, done))
-      report("missing-tcgen05-wait", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place,
-             printed("%s; ordered only by use of the data, no %s before the signal", what, wait));
-    else if (checks(CHECK_TCGEN05_FENCES) && !view.tensor_seen.covers(other, done))
-      report("missing-tcgen05-fence", pc, name_agent(agent), other_pc, name_agent(other), SPACE_TMEM, place,
-             printed("%s by tcgen05.fence::before_thread_sync and ::after_thread_sync", what));
-  };
-  if (cell.written)
-    conflict(cell.agent, cell.issued, cell.completed, cell.pc,
-             write ? "write, not ordered after the other write" : "read, not ordered after the write",
-             "tcgen05.wait::st");
-  if (write) {
-    for (const TmemRead& read : cell.reads)
-      conflict(read.agent, read.issued, read.completed, read.pc, "write, not ordered after the read",
-               "tcgen05.wait::ld");
-    cell.reads.clear();
-    cell.written = true, cell.agent = agent, cell.issued = clock, cell.completed = completed, cell.pc = pc;
-    return;
-  }
-  for (TmemRead& read : cell.reads)
-    if (read.agent == agent) {
-      read = {agent, clock, completed, pc};
-      return;
+  const TmemAccess access{agent, clock, completed, pc};
+  const char* after_write = write ? "write, not ordered after the other write" : "read, not ordered after the write";
+  for (u32 c = column; c < column + count; c++) {
+    TmemCell& cell = tmem_cells_[quarter * TMEM_COLUMNS + c];
+    const u64 place = (u64)quarter * 32 << 16 | c;
+    if (cell.written && cell.write.agent != agent)
+      check_tmem_order(place, cell.write, after_write, "tcgen05.wait::st", agent, view, pc);
+    if (!write) {
+      cell.note_read(access);
+      continue;
     }
-  cell.reads.push_back({agent, clock, completed, pc});
+    cell.each_read([&](const TmemAccess& read) {
+      if (read.agent != agent)
+        check_tmem_order(place, read, "write, not ordered after the read", "tcgen05.wait::ld", agent, view, pc);
+    });
+    cell.was_read = false, cell.more_reads.clear();
+    cell.written = true, cell.write = access;
+  }
 }
 
 void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
@@ -139,28 +140,22 @@ void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
   const bool halves = i.a == SHAPE_16x32bx2;  // two parts of 16 lanes, i.c columns apart
   const u32 per_unit = i.a == SHAPE_16x128b ? 2 : i.a == SHAPE_16x256b ? 4 : 1;
   const u32 columns = (u32)i.b * (half && !halves ? per_unit * 2 : 1), registers = (u32)i.b * per_unit;
-  std::vector<u32> touched;
   w.touched = ~0u;
-  for (u32 c = column; c < column + columns; c++) touched.push_back(c);
-  for (u32 c = column + (u32)i.c; halves && c < column + (u32)i.c + columns; c++)
-    if (c < column || c >= column + columns) touched.push_back(c);
-  check_columns(column, columns, load ? "tcgen05.ld" : "tcgen05.st", w.pc, agent_code(AGENT_WARP, w.id));
-  if (halves)
-    check_columns(column + (u32)i.c, columns, load ? "tcgen05.ld" : "tcgen05.st", w.pc, agent_code(AGENT_WARP, w.id));
-  if (checks(CHECK_RACES)) {
-    for (u32 c : touched) touch_tmem(quarter, c, !load, w.id, load ? PENDING : w.now, PENDING, w.view, w.pc);
-    if (load) {
-      u32 id = ++w.next_load;
-      for (u32 k = 0; k < registers; k++)
-        if (o[1 + k] >= 0) w.loading[o[1 + k]] = id;
-      w.loads.push_back({id, quarter, std::move(touched)});
-    } else {
-      w.stores.push_back({quarter, std::move(touched)});
-    }
+  const char* what = load ? "tcgen05.ld" : "tcgen05.st";
+  TmemColumns touched{quarter, column, columns, column, 0};
+  check_columns(column, columns, what, w.pc, agent_code(AGENT_WARP, w.id));
+  if (halves) {
+    touched.second = column + (u32)i.c, touched.second_count = columns;
+    check_columns(touched.second, columns, what, w.pc, agent_code(AGENT_WARP, w.id));
+  }
+  if (checks(CHECK_RACES)) note_tmem_move(w, touched, load, o + 1, registers);
+  if (i.a == SHAPE_32x32b) {
+    for (u32 t = 0; t < 32; t++) move_tmem_row(w, load, (lane0 + t) * TMEM_COLUMNS + column, t, o + 1, registers);
+    progress++;
+    return;
   }
   // Register k of thread t: the fragments of the ISA's figures, two rows eight apart for the 16-lane shapes.
   auto cell = [&](u32 k, u32 t) {
-    if (i.a == SHAPE_32x32b) return (lane0 + t) * TMEM_COLUMNS + column + k;
     if (halves) return (lane0 + t % 16) * TMEM_COLUMNS + column + k + t / 16 * (u32)i.c;
     // As the layout of CuTe DSL's Ld16x64b atom has it: eight rows from bit 0 of the thread, a column from bit 1.
     if (i.a == SHAPE_16x64b) return (lane0 + t / 4 + (t & 1) * 8) * TMEM_COLUMNS + column + 2 * k + (t >> 1 & 1);
@@ -168,23 +163,53 @@ void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
       return (lane0 + (k & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 2 * 4 + t % 4;
     return (lane0 + (k >> 1 & 1) * 8 + t / 4) * TMEM_COLUMNS + column + k / 4 * 8 + t % 4 * 2 + (k & 1);
   };
-  for (u32 k = 0; k < registers; k++) {
-    if (o[1 + k] < 0) continue;
-    u32* values = reg(w, o[1 + k]);
-    for (u32 t = 0; t < 32; t++) {
-      u32 at = cell(k, t);
-      if (load) {
-        if (checks(CHECK_INIT) && !tmem_init_[at])
-          report("uninitialised-tmem", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_TMEM,
-                 (u64)(at / TMEM_COLUMNS) << 16 | at % TMEM_COLUMNS, "load of tensor memory that nothing has written");
-        values[t] = tmem_[at];
-      } else {
-        tmem_[at] = values[t];
-        tmem_init_[at] = 1;
-      }
-    }
-  }
+  for (u32 k = 0; k < registers; k++)
+    for (u32 t = 0; t < 32; t++) move_tmem_row(w, load, cell(k, t), t, o + 1 + k, 1);
   progress++;
+}
+
+// Consecutive columns of one lane, from or to one register each of one thread.
+void Cta::move_tmem_row(Warp& w, bool load, u32 at, u32 thread, const s32* registers, u32 count) {
+  u32* cells = &tmem_[at];
+  u8* init = &tmem_init_[at];
+  if (!load) {
+    for (u32 k = 0; k < count; k++)
+      if (registers[k] >= 0) cells[k] = reg(w, registers[k])[thread], init[k] = 1;
+    return;
+  }
+  const bool complete = !checks(CHECK_INIT) || !memchr(init, 0, count);
+  for (u32 k = 0; k < count; k++) {
+    if (registers[k] < 0) continue;
+    if (!complete && !init[k])
+      report("uninitialised-tmem", w.pc, agent_code(AGENT_WARP, w.id), -1, -1, SPACE_TMEM,
+             (u64)((at + k) / TMEM_COLUMNS) << 16 | (at + k) % TMEM_COLUMNS,
+             "load of tensor memory that nothing has written");
+    reg(w, registers[k])[thread] = cells[k];
+  }
+}
+
+void Cta::note_tmem_move(Warp& w, const TmemColumns& columns, bool load, const s32* registers, u32 count) {
+  touch_tmem(columns.quarter, columns.first, columns.count, !load, w.id, load ? PENDING : w.now, PENDING, w.view, w.pc);
+  touch_tmem(columns.quarter, columns.second, columns.second_count, !load, w.id, load ? PENDING : w.now, PENDING, w.view,
+             w.pc);
+  if (!load) {
+    w.stores.push_back(columns);
+    return;
+  }
+  const u32 id = ++w.next_load;
+  for (u32 k = 0; k < count; k++) {
+    if (registers[k] < 0) continue;
+    u32& loading = w.loading[(u32)registers[k] >> 7];
+    w.loading_count += !loading;
+    loading = id;
+  }
+  w.loads.push_back({id, columns});
+}
+
+template <class Visit> void Cta::each_tmem_cell(const TmemColumns& columns, Visit visit) {
+  TmemCell* cells = &tmem_cells_[columns.quarter * TMEM_COLUMNS];
+  for (u32 c = columns.first; c < columns.first + columns.count; c++) visit(cells[c]);
+  for (u32 c = columns.second; c < columns.second + columns.second_count; c++) visit(cells[c]);
 }
 
 // A load is complete when one of its registers is used (the hardware must have delivered it) or waited for; only the
@@ -192,12 +217,13 @@ void Cta::move_tmem(Warp& w, const Instr& i, const s32* o, u32 m) {
 void Cta::complete_load(Warp& w, u32 id, bool waited) {
   for (const TmemLoad& load : w.loads) {
     if (load.id != id) continue;
-    for (u32 c : load.columns)
-      for (TmemRead& read : tmem_cells_[load.quarter * TMEM_COLUMNS + c].reads)
-        if (read.agent == w.id) {
-          if (read.issued == PENDING) read.issued = w.now;
-          if (waited && read.completed == PENDING) read.completed = w.now;
-        }
+    each_tmem_cell(load.columns, [&](TmemCell& cell) {
+      cell.each_read([&](TmemAccess& read) {
+        if (read.agent != w.id) return;
+        if (read.issued == PENDING) read.issued = w.now;
+        if (waited && read.completed == PENDING) read.completed = w.now;
+      });
+    });
   }
 }
 
@@ -205,12 +231,12 @@ void Cta::use_loading_registers(Warp& w, const Instr& i, const s32* o) {
   const u8* roles = &launch.program.roles[(size_t)i.at];
   for (s32 k = 0; k < i.count; k++) {
     if (roles[k] != ROLE_USE) continue;
-    auto found = w.loading.find(o[k] & ~1);
-    if (found == w.loading.end()) continue;
-    u32 id = found->second;
+    const u32 id = w.loading[(u32)o[k] >> 7];
+    if (!id) continue;
     complete_load(w, id, false);
-    for (auto it = w.loading.begin(); it != w.loading.end();) it = it->second == id ? w.loading.erase(it) : ++it;
-    if (w.loading.empty()) return;
+    for (u32& loading : w.loading)
+      if (loading == id) loading = 0, w.loading_count--;
+    if (!w.loading_count) return;
   }
 }
 
@@ -219,14 +245,14 @@ void Cta::wait_tmem(Warp& w, bool stores) {
   if (!stores) {
     for (const TmemLoad& load : w.loads) complete_load(w, load.id, true);
     w.loads.clear();
-    w.loading.clear();
+    if (w.loading_count) std::fill(w.loading.begin(), w.loading.end(), 0);
+    w.loading_count = 0;
     return;
   }
-  for (const auto& store : w.stores)
-    for (u32 c : store.columns) {
-      TmemCell& cell = tmem_cells_[store.quarter * TMEM_COLUMNS + c];
-      if (cell.written && cell.agent == w.id && cell.completed == PENDING) cell.completed = w.now;
-    }
+  for (const TmemColumns& store : w.stores)
+    each_tmem_cell(store, [&](TmemCell& cell) {
+      if (cell.written && cell.write.agent == w.id && cell.write.completed == PENDING) cell.write.completed = w.now;
+    });
   w.stores.clear();
 }
 

@@ -122,6 +122,47 @@ void Cta::run_vote(Warp& w, const Instr& i, const s32* o, u32 m) {
   if (o[0] >= 0) w.predicates[o[0]] = (w.predicates[o[0]] & ~m) | (value ? m : 0);
 }
 
+void Cta::select(Warp& w, const Instr& i, const s32* o, u32 m) {
+  const u32 p = w.predicates[o[3]];
+  if (i.a == 8) {
+    u64 *to = reg64(w, o[0]), *yes = reg64(w, o[1]), *no = reg64(w, o[2]);
+    for (u32 lane = 0; lane < 32; lane++) to[lane] = !(m >> lane & 1) ? to[lane] : p >> lane & 1 ? yes[lane] : no[lane];
+  } else {
+    u32 *to = reg(w, o[0]), *yes = reg(w, o[1]), *no = reg(w, o[2]);
+    for (u32 lane = 0; lane < 32; lane++) to[lane] = !(m >> lane & 1) ? to[lane] : p >> lane & 1 ? yes[lane] : no[lane];
+  }
+}
+
+// mov.b64 and mov.b32 of a vector of i.a bytes each.
+void Cta::pack(Warp& w, const Instr& i, const s32* o, u32 m) {
+  u64 values[32] = {};
+  const u64 part_mask = (1ull << (8 * i.a)) - 1;
+  for (s32 k = i.count - 1; k >= 1; k--) {
+    const u32* parts = reg(w, o[k]);
+    for (u32 lane = 0; lane < 32; lane++) values[lane] = values[lane] << (8 * i.a) | (parts[lane] & part_mask);
+  }
+  if (i.b == 8) {
+    u64* to = reg64(w, o[0]);
+    for (u32 lane = 0; lane < 32; lane++) to[lane] = m >> lane & 1 ? values[lane] : to[lane];
+  } else {
+    u32* to = reg(w, o[0]);
+    for (u32 lane = 0; lane < 32; lane++) to[lane] = m >> lane & 1 ? (u32)values[lane] : to[lane];
+  }
+}
+
+void Cta::unpack(Warp& w, const Instr& i, const s32* o, u32 m) {
+  u64 values[32];
+  const u64 part_mask = (1ull << (8 * i.a)) - 1;
+  if (i.b == 8) memcpy(values, reg64(w, o[0]), sizeof values);
+  else for (u32 lane = 0; lane < 32; lane++) values[lane] = reg(w, o[0])[lane];
+  for (s32 k = 1; k < i.count; k++) {
+    if (o[k] < 0) continue;
+    u32* to = reg(w, o[k]);
+    const u32 shift = 8 * (u32)i.a * (u32)(k - 1);
+    for (u32 lane = 0; lane < 32; lane++) to[lane] = m >> lane & 1 ? (u32)(values[lane] >> shift & part_mask) : to[lane];
+  }
+}
+
 void Cta::exit_lanes(Warp& w, u32 m) {
   w.live &= ~m;
   w.mask &= ~m;
@@ -165,9 +206,13 @@ void Cta::run(Warp& w, u64 budget) {
     }
     if (check_init) check_registers(w, i, o, m);
     if (watch_wgmma) check_wgmma_registers(w, i, o);
-    if (!w.loading.empty()) use_loading_registers(w, i, o);
+    if (w.loading_count) use_loading_registers(w, i, o);
+    if (i.kind >= FIRST_LANE_KIND) {
+      LANE_FUNCTIONS[i.kind - FIRST_LANE_KIND](R, P, o, m);
+      w.pc++;
+      continue;
+    }
     switch (i.kind) {
-#include "alu.inc"
       case KIND_BRA: w.pc = (s32)i.imm; continue;
       case KIND_NOP: case KIND_MEMBAR: case KIND_T5_RELINQUISH: if (i.kind == KIND_T5_RELINQUISH) relinquished_ = true; break;
       case KIND_PRED_MOV: { u32 v = o[1] >= 0 ? P[o[1]] : i.imm ? ~0u : 0; P[o[0]] = (P[o[0]] & ~m) | (v & m); break; }
@@ -175,30 +220,9 @@ void Cta::run(Warp& w, u64 budget) {
       case KIND_PRED_OR: P[o[0]] = (P[o[0]] & ~m) | ((P[o[1]] | P[o[2]]) & m); break;
       case KIND_PRED_XOR: P[o[0]] = (P[o[0]] & ~m) | ((P[o[1]] ^ P[o[2]]) & m); break;
       case KIND_PRED_NOT: P[o[0]] = (P[o[0]] & ~m) | (~P[o[1]] & m); break;
-      case KIND_SELP: {
-        u32 p = P[o[3]];
-        if (i.a == 8) EACH_LANE(m) reg64(w, o[0])[lane] = reg64(w, o[p >> lane & 1 ? 1 : 2])[lane];
-        else EACH_LANE(m) reg(w, o[0])[lane] = reg(w, o[p >> lane & 1 ? 1 : 2])[lane];
-        break;
-      }
-      case KIND_PACK:
-        EACH_LANE(m) {
-          u64 value = 0;
-          for (s32 k = i.count - 1; k >= 1; k--) {
-            u64 part = reg(w, o[k])[lane];
-            value = value << (8 * i.a) | (i.a == 4 ? part : part & ((1u << (8 * i.a)) - 1));
-          }
-          if (i.b == 8) reg64(w, o[0])[lane] = value;
-          else reg(w, o[0])[lane] = (u32)value;
-        }
-        break;
-      case KIND_UNPACK:
-        EACH_LANE(m) {
-          u64 value = i.b == 8 ? reg64(w, o[0])[lane] : reg(w, o[0])[lane];
-          for (s32 k = 1; k < i.count; k++, value >>= 8 * i.a)
-            if (o[k] >= 0) reg(w, o[k])[lane] = i.a == 4 ? (u32)value : (u32)value & ((1u << (8 * i.a)) - 1);
-        }
-        break;
+      case KIND_SELP: select(w, i, o, m); break;
+      case KIND_PACK: pack(w, i, o, m); break;
+      case KIND_UNPACK: unpack(w, i, o, m); break;
       case KIND_LD: load(w, i, o, m); break;
       case KIND_ST: store(w, i, o, m); break;
       default:

@@ -1,0 +1,103 @@
+"""What compute-sanitizer says in its output, and which of racecheck's reports are known to be no races."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msa_vendored
+
+HANDED_OVER = {
+    ("forward_main.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
+    ("forward_main.py", "publish_queries"): "queries of a tile, for the consumers",
+    ("forward_main.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
+    ("sm90_load.py", "load_statistics"): "place and flags of a task, for the consumers",
+    ("sm90_load.py", "load_token_rows"): "token rows of a task, for the consumers",
+    ("sm90_load.py", "load_rows"): "lse and delta of a task, for the consumers",
+}
+"""Functions whose writes to shared memory one lane announces for its warp: all lanes write, ``bar.warp.sync`` orders
+that before the elected lane's ``mbarrier.arrive`` (release), and readers wait on the barrier (acquire). PTX's causality
+order is transitive; racecheck takes only the arriving lane's own writes as published, and reports the other lanes'.
+Evidence: with an arrival of every lane, and counts to match, it reports nothing (docs/hopper_log.md)."""
+
+_REPORT = re.compile(r"=+ (Error|Warning|Invalid|Uninit|Barrier|Race)")
+_ACCESS = re.compile(r"(Write|Read|Atomic) access at .*?\+0x[0-9a-f]+(?: in (\S+):(\d+))?")
+_SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One side of a race: "Write", "Read" or "Atomic", and file name and function if the code has line numbers."""
+
+    kind: str
+    file: str
+    function: str
+
+
+@cache
+def find_function(file: str, line: int) -> str:
+    """Innermost function of one of our kernel files that a line lies in; empty if there is none."""
+    package = Path(msa_vendored.__file__).resolve().parent
+    found: list[tuple[int, str]] = []
+    for path in [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]:
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        found += [(f.lineno, f.name) for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
+    return max(found, default=(0, ""))[1]
+
+
+def read_races(output: str) -> list[tuple[str, list[Access]]]:
+    """Every report of racecheck: its first line, and the accesses that it pairs, the first with each other one."""
+    races: list[tuple[str, list[Access]]] = []
+    for line in output.splitlines():
+        match = _ACCESS.search(line)
+        if match is None:
+            continue
+        file = Path(match[2] or "").name
+        access = Access(match[1], file, find_function(file, int(match[3])) if file else "")
+        if "Race reported between" in line:
+            races.append((line, [access]))
+        elif races:
+            races[-1][1].append(access)
+    return races
+
+
+def is_handed_over(accesses: list[Access]) -> bool:
+    """Whether every pair of a report has a write of :data:`HANDED_OVER` on one side and a read on the other."""
+    first, others = accesses[0], accesses[1:]
+
+    def announced(access: Access) -> bool:
+        return access.kind == "Write" and (access.file, access.function) in HANDED_OVER
+
+    def fits(other: Access) -> bool:
+        return (announced(first) and other.kind == "Read") or (announced(other) and first.kind == "Read")
+
+    return bool(others) and all(fits(other) for other in others)
+
+
+def find_problems(tool: str, returncode: int, output: str, cases: int, exit_code: int) -> list[str]:
+    """Why a run of a tool does not count as clean: what it reports, or that it did not do its work.
+
+    Args:
+        tool: its name.
+        returncode: of its process.
+        output: all of it, with every report.
+        cases: how many must have run.
+        exit_code: what it was told to return if it reports anything.
+    """
+    races = read_races(output) if tool == "racecheck" else []
+    known = [line for line, accesses in races if is_handed_over(accesses)]
+    problems = [line for line in output.splitlines() if _REPORT.match(line) and line not in known]
+    summaries = [int(count) for count in _SUMMARY.findall(output)]
+    if not summaries:
+        problems.append("the tool printed no summary")
+    elif sum(summaries) != len(known):
+        problems.append(f"the summary counts {sum(summaries)}, {len(known)} of them known")
+    if (ran := len(re.findall(r"^ran ", output, re.MULTILINE))) != cases:
+        problems.append(f"{ran} of {cases} cases ran")
+    if returncode != (exit_code if known else 0) and not problems:
+        problems.append(f"exit status {returncode}")
+    return [f"{tool}: {problem}" for problem in problems]
