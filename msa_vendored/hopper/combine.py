@@ -9,8 +9,8 @@ use into shared memory, which a CTA that merges does not need for anything else,
 else reads them, so that there are no barriers.
 
 Both roles know one layout of partial outputs, ``[token, index head, slot, 4, heads of the group, 4, 8]`` bf16: element
-``[k, h, c, 2 j + e]`` is column ``8 (4 k + j) + 2 c + e`` of head h. That is what lane ``c`` of a quad holds after a wgmma
-of 64 x 128, in four pieces of 16 bytes, so that O goes out without a transposition, 512 contiguous bytes a warp
+``[k, h, c, 2 j + e]`` is column ``8 (4 k + j) + 2 c + e`` of head h. That is what lane ``c`` of a quad holds after a
+wgmma of 64 x 128, in four pieces of 16 bytes, so that O goes out without a transposition, 512 contiguous bytes a warp
 instruction.
 """
 
