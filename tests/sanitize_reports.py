@@ -13,8 +13,9 @@ import msa_vendored
 PACKAGE = Path(msa_vendored.__file__).resolve().parent
 
 HANDED_OVER = {
-    ("forward_main.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
-    ("forward_main.py", "publish_queries"): "queries of a tile, for the consumers",
+    ("forward_loader.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
+    ("forward_loader.py", "publish_queries"): "queries of a tile, for the consumers",
+    ("forward_main.py", "store_row"): "O of a tile, for the copies of the storing warp",
     ("forward_main.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
     ("sm90_load.py", "load_places"): "place and flags of a task, for the consumers",
     ("sm90_load.py", "load_token_rows"): "token rows of a task, for the consumers",

@@ -8,7 +8,10 @@ It reads every partial output once and is bound by memory: each lane copies its 
 use into shared memory, which a CTA that merges does not need for anything else, and so has 192 KB in flight. Nobody
 else reads them, so that there are no barriers.
 
-Both roles know one layout, the accumulator fragment of wgmma: see :func:`partial_bytes`.
+Both roles know one layout of partial outputs, ``[token, index head, slot, 4, heads of the group, 4, 8]`` bf16: element
+``[k, h, c, 2 j + e]`` is column ``8 (4 k + j) + 2 c + e`` of head h. That is what lane ``c`` of a quad holds after a
+wgmma of 64 x 128, in four pieces of 16 bytes, so that O goes out without a transposition, 512 contiguous bytes a warp
+instruction.
 """
 
 from __future__ import annotations
@@ -31,17 +34,6 @@ WARP_ELEMENTS = SLOTS_IN_FLIGHT * 32 * 8
 RUN_ITEMS = 4
 """Rounds of 32 lanes that a warp takes at once, 32 KB each at top-k 16: a run is worth its atomic operations."""
 LN2 = 0.6931471805599453
-
-
-def partial_bytes(tokens: int, query_heads: int, topk: int) -> int:
-    """Bytes of the partial outputs of ``tokens`` tokens.
-
-    The layout is ``[token, index head, slot, 4, heads of the group, 4, 8]`` bf16: element ``[k, h, c, 2 j + e]`` is
-    column ``8 (4 k + j) + 2 c + e`` of head h. That is what lane ``c`` of a quad holds after a wgmma of 64 x 128, in
-    four pieces of 16 bytes, so that the main role stores without a detour through shared memory, 512 contiguous
-    bytes a warp instruction.
-    """
-    return tokens * query_heads * topk * HEAD_DIM * 2
 
 
 class PartialMerger:
