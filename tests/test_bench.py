@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
 from msa_vendored.bench.implementations import OURS, Peer, Prepared, list_implementations
 from msa_vendored.bench.markdown import format_markdown
 from msa_vendored.bench.ours import LauncherCalls
-from msa_vendored.bench.timing import LEAST_CALLS, Timing, time_calls
+from msa_vendored.bench.timing import LEAST_CALLS, Timing, time_calls, time_limit
 from msa_vendored.bench.workload import Case, Operands
 
 CPU = torch.device("cpu")
@@ -137,6 +138,25 @@ def test_a_failing_peer_is_a_row_and_not_the_end(operands: Operands) -> None:
     peer = Peer("broken", False, "torch", broken)
     (row,) = runner.run_guarded(PACK, peer, [operands], runner.Settings())
     assert (row.status, row.note) == ("failed", "RuntimeError: no such kernel")
+
+
+def endless(operands: Operands) -> Prepared:
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_peer_that_takes_too_long_is_left_out_from_then_on(operands: Operands) -> None:
+    """Guards a run that one peer's compiler, or a loop of its, takes with it."""
+    settings = runner.Settings(limit_s=0.1)
+    peer = Peer("endless", False, "torch", endless)
+    (row,) = runner.run_guarded(PACK, peer, [operands], settings)
+    assert row.status == "failed"
+    assert row.note.endswith("TimeLimitError: it takes too long")
+    assert "more than 0.1 s" in str(runner.find_reason(PACK, peer, [PACK], settings, {"endless"}))
+    assert runner.find_reason(PACK, peer, [PACK], settings, {"another"}) is None
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)  # the alarm is off
 
 
 def test_a_missing_peer_is_said_to_be_missing() -> None:
@@ -275,10 +295,10 @@ def test_cases_come_in_the_order_of_what_matters(tmp_path: Path) -> None:
     assert [(case.tokens, case.selection, len(case.lengths)) for case in cli.list_cases(options)] == [
         (4096, "random", 1),
         (512, "random", 1),
-        (30000, "random", 1),
-        (196608, "random", 2),
         (4096, "mixed", 1),
         (512, "mixed", 1),
+        (30000, "random", 1),
+        (196608, "random", 2),
     ]
     options = parser.parse_args(["--tokens", "512", "--selections", "mixed", "--no-packs"])
     assert [case.selection for case in cli.list_cases(options)] == ["mixed"]

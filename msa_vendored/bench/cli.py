@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="fewer calls, at least 3, where a part takes longer"
     )
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for an implementation in a case")
     parser.add_argument("--operand-sets", type=int, default=2, help="sets of operands that calls rotate over")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
-    parser.add_argument("--json", type=Path, help="write the results here, after each case")
+    parser.add_argument("--json", type=Path, help="write the results here, as they come")
     parser.add_argument("--from-json", type=Path, help="measure nothing: print and draw these results")
     parser.add_argument("--markdown", type=Path, help="write a table of forward and backward milliseconds here")
     parser.add_argument("--png", type=Path, help="draw roofline and crossover here; needs matplotlib")
@@ -67,7 +69,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run with a progress bar; the JSON file is written anew after each case, so that a run cut short is not lost."""
+    """Run with a progress bar; the JSON file is written anew as results come, so that a run cut short is not lost."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -82,10 +84,12 @@ def measure(options: argparse.Namespace) -> Report:
         not options.no_check,
         options.seconds,
         options.every_selection,
+        options.limit,
     )
     found = runner.Report(runner.describe_environment(), 0.0, 0.0, ())  # refuses a host without a GPU before the bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console, began = Console(stderr=True), time.monotonic()
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("roofs", total=len(cases) * len(chosen))
         done = -1
 
@@ -93,6 +97,8 @@ def measure(options: argparse.Namespace) -> Report:
             nonlocal done
             done += 1
             progress.update(task, completed=done, description=label)
+            if not console.is_terminal:  # there the bar is only drawn at the end
+                print(f"{time.monotonic() - began:6.1f} s  {label}", file=sys.stderr, flush=True)
 
         for found in runner.run_benchmark(cases, chosen, settings, advance):
             if options.json:
@@ -102,9 +108,9 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def list_cases(options: argparse.Namespace) -> list[Case]:
-    """Single documents with the first selection, packs, then single documents with the other selections."""
+    """Single documents with the first selection, with the others, then packs, of which the whole ones take longest."""
     first, *others = ([_single(tokens, selection) for tokens in options.tokens] for selection in options.selections)
-    return [*first, *list_packs(options), *(case for cases in others for case in cases)]
+    return [*first, *(case for cases in others for case in cases), *list_packs(options)]
 
 
 def _single(tokens: int, selection: str) -> Case:

@@ -11,3 +11,7 @@ class BenchArgumentError(MSAVendoredError, ValueError):
 
 class PeerMissingError(MSAVendoredError):
     """An implementation is not installed, or cannot run on this card; listed in the table and no failure."""
+
+
+class TimeLimitError(MSAVendoredError, TimeoutError):
+    """An implementation takes longer than the run allows; listed as failed, and the rest goes on."""

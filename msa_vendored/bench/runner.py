@@ -14,9 +14,17 @@ import torch
 
 import msa_vendored
 from msa_vendored.bench.check import compare_sample
-from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError
+from msa_vendored.bench.errors import BenchArgumentError, PeerMissingError, TimeLimitError
 from msa_vendored.bench.implementations import OURS, Implementation
-from msa_vendored.bench.timing import BUDGET_S, Timing, measure_copy_tb_per_s, measure_peak_tflops, time_calls
+from msa_vendored.bench.timing import (
+    BUDGET_S,
+    LIMIT_S,
+    Timing,
+    measure_copy_tb_per_s,
+    measure_peak_tflops,
+    time_calls,
+    time_limit,
+)
 from msa_vendored.bench.workload import (
     QUERY_HEADS,
     RATIO,
@@ -120,6 +128,7 @@ class Settings:
         check: compare a sample with float32.
         budget_s: seconds of timed calls of a part, see :func:`~msa_vendored.bench.timing.time_calls`.
         every_selection: sparse peers run every selection, not only the first.
+        limit_s: seconds for one implementation in one case, compilation included.
     """
 
     iterations: int = 20
@@ -128,6 +137,7 @@ class Settings:
     check: bool = True
     budget_s: float = BUDGET_S
     every_selection: bool = False
+    limit_s: float = LIMIT_S
 
 
 def describe_environment() -> dict[str, Any]:
@@ -180,7 +190,9 @@ def run_benchmark(
     settings: Settings,
     advance: Callable[[str], None],
 ) -> Iterator[Report]:
-    """Measure everything on the current device; yields what is known so far after each case.
+    """Measure everything on the current device; yields what is known so far after each of them.
+
+    An implementation that exceeds the time limit in one case is left out of later ones.
 
     Args:
         cases: workloads, in order.
@@ -193,25 +205,33 @@ def run_benchmark(
     versions = {peer.name: find_version(peer) for peer in implementations}
     environment["implementations"] = {name: version for name, (version, _) in versions.items()}
     rows: list[Row] = []
+    late: set[str] = set()
     for case in cases:
         operand_sets: list[Operands] = []
         for peer in implementations:
             advance(f"{case.name} {case.selection}: {peer.name}")
             version, present = versions[peer.name]
-            reason = (
-                (peer.refuse(case) or find_repetition(case, peer, cases, every=settings.every_selection))
-                if present
-                else version
-            )
+            reason = find_reason(case, peer, cases, settings, late) if present else version
             if reason is not None:
                 rows.append(_row(case, peer, note=reason, status="skipped" if present else "absent"))
                 continue
             operand_sets = operand_sets or _draw_operands(case, settings)
             rows += run_guarded(case, peer, operand_sets, settings)
+            late |= {row.implementation for row in rows[-1:] if TimeLimitError.__name__ in row.note}
             free_memory()
+            yield Report(environment, peak, copy, tuple(rows))
         del operand_sets
         free_memory()
-        yield Report(environment, peak, copy, tuple(rows))
+    yield Report(environment, peak, copy, tuple(rows))
+
+
+def find_reason(
+    case: Case, peer: Implementation, cases: Sequence[Case], settings: Settings, late: set[str]
+) -> str | None:
+    """Why a peer that is there does not run a case; None if it does. ``late``: names of those that took too long."""
+    if peer.name in late:
+        return f"it took more than {settings.limit_s:g} s in an earlier case"
+    return peer.refuse(case) or find_repetition(case, peer, cases, every=settings.every_selection)
 
 
 def find_version(peer: Implementation) -> tuple[str, bool]:
@@ -246,7 +266,8 @@ def run_guarded(case: Case, peer: Implementation, operand_sets: Sequence[Operand
     """Rows of one implementation on one case; if it fails, what it gave until then and a row with its error."""
     rows: list[Row] = []
     try:
-        rows.extend(run_implementation(case, peer, operand_sets, settings))
+        with time_limit(settings.limit_s):
+            rows.extend(run_implementation(case, peer, operand_sets, settings))
     except Exception as error:  # noqa: BLE001 -- a peer may raise anything; it is reported, and the run goes on
         lines = traceback.format_exception_only(error)[-1].strip().splitlines()
         rows.append(_row(case, peer, note=lines[0][:300], status="failed"))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from msa_vendored.bench.errors import TimeLimitError
+
 WARMUP_CALLS = 3
 ITERATIONS = 20
 BUDGET_S = 30.0
 """Seconds after which a measurement stops, though not before :data:`LEAST_CALLS`."""
+LIMIT_S = 300.0
+"""Seconds for one implementation in one case, compilation included."""
 LEAST_CALLS = 3
 QUOTABLE_CALLS = 20
 """Timed calls from which on a median is quoted without their number."""
@@ -72,6 +78,28 @@ def warm_up(calls: Sequence[Callable[[], Any]], count: int, budget_s: float) -> 
         torch.cuda.synchronize()
         last_s = time.monotonic() - start
     return max(last_s, 1e-6)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the block after so long; a call that never comes back to Python, such as a wait for the GPU, goes on.
+
+    Only in the main thread, which alone gets signals.
+
+    Raises:
+        TimeLimitError: the block takes longer.
+    """
+
+    def stop(*unused: object) -> None:
+        raise TimeLimitError("it takes too long", where="--limit", expected=f"at most {seconds:g} s", got="more")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def measure_peak_tflops(size: int = 8192) -> float:
