@@ -48,6 +48,8 @@ class PartialMerger:
     def __init__(self, ratio: int, topk: int, scaled: bool) -> None:
         self.ratio, self.topk, self.scaled = ratio, topk, scaled
         self.batch = min(SLOT_BATCH, topk)
+        # The lanes of a quad need the same weights. 32 do not fit their registers, so that each keeps a quarter.
+        self.sharers = 1 if topk <= 16 else 4
         # Batches of an item: pieces 0 to 3 one after the other, and the slots of each.
         self.batches_per_group = topk // self.batch
         self.batches = GROUPS * self.batches_per_group
@@ -237,7 +239,7 @@ class PartialMerger:
 
     @cute.jit
     def weigh_slots(self, source: cute.Pointer, count: Int32) -> tuple[cute.Tensor, Float32, Float32]:
-        """The weight of each slot, their sum, and the exponent that they are relative to."""
+        """The weights of all slots, or every fourth that a lane keeps, their sum, and the exponent that they are of."""
         levels = cute.make_rmem_tensor(self.topk, Float32)
         peak = -Float32.inf
         for slot in cutlass.range_constexpr(self.topk):
@@ -252,6 +254,12 @@ class PartialMerger:
         for slot in cutlass.range_constexpr(self.topk):
             levels[slot] = cute.math.exp2(levels[slot] - peak, fastmath=True)
             total += levels[slot]
+        if const_expr(self.sharers > 1):
+            lane = cute.arch.lane_idx() % 4
+            for i in cutlass.range_constexpr(self.topk // 4):
+                low = levels[4 * i + 1] if lane == 1 else levels[4 * i]
+                high = levels[4 * i + 3] if lane == 3 else levels[4 * i + 2]
+                levels[i] = high if lane >= 2 else low
         return levels, total, peak
 
     @cute.jit
@@ -264,8 +272,12 @@ class PartialMerger:
             place = mine + (index % self.stages * self.batch + i) * 256
             values = cute.make_rmem_tensor(8, BFloat16)
             cute.autovec_copy(cute.make_tensor(place, cute.make_layout(8)), values)
+            weight = weights[(first + i) // self.sharers]
+            if const_expr(self.sharers > 1):
+                quad = cute.arch.lane_idx() & -4
+                weight = cute.arch.shuffle_sync(weight, quad + (first + i) % self.sharers)
             for j in cutlass.range_constexpr(8):
-                sums[j] += weights[first + i] * values[j].to(Float32)
+                sums[j] += weight * values[j].to(Float32)
 
     @cute.jit
     def transpose_quad(self, words: cute.Tensor, lane: Int32) -> cute.Tensor:
