@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sanitize_reports import find_problems
+from sanitize_reports import PACKAGE, find_problems
 
 import msa_vendored
 from msa_vendored import kernels
@@ -124,7 +124,7 @@ def select(topk: int, *, fused: bool) -> None:
 
 
 def attend(ratio: int, topk: int, scale: float | None = None) -> None:
-    """Segments and main kernel."""
+    """Segments, main kernel and combine."""
     from msa_vendored.reference.cases import invert_selection, make_case
 
     case = make_case(LENGTHS, topk=topk, index_heads=2, heads_per_index_head=ratio)
@@ -178,6 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     "forward": lambda: attend(16, 4),
     "forward, ratio 2, scaled": lambda: attend(2, 4, 2.5),
     "backward, bf16 sums": lambda: differentiate(16, "bf16"),
+    "backward, fp16 sums": lambda: differentiate(16, "fp16"),
     "backward, fp32 sums": lambda: differentiate(16, "fp32"),
     "backward, ratio 2": lambda: differentiate(2, "bf16"),
     "backward, deterministic": lambda: differentiate(16, "bf16", deterministic=True),
@@ -201,17 +202,16 @@ class DeviceFunction:
 
 def list_device_functions() -> list[DeviceFunction]:
     """Every device function that an SM90 launcher may launch, from the source."""
-    package = Path(msa_vendored.__file__).resolve().parent
 
     def is_kernel(node: ast.AST) -> bool:
         decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
         return any(ast.unparse(decorator) == "cute.kernel" for decorator in decorators)
 
     found = []
-    for path in sorted([*package.glob("hopper/*.py"), *package.glob("backward/*.py")]):
+    for path in sorted([*PACKAGE.glob("hopper/*.py"), *PACKAGE.glob("backward/*.py")]):
         if path.name in OTHER_ARCHITECTURES:
             continue
-        name, tree = path.relative_to(package).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body:
             members = node.body if isinstance(node, ast.ClassDef) else [node]
             owner = node.name if isinstance(node, ast.ClassDef) else ""

@@ -5,24 +5,27 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
 import msa_vendored
 
+PACKAGE = Path(msa_vendored.__file__).resolve().parent
+
 HANDED_OVER = {
-    ("forward_loader.py", "load"): "fields of a segment, for the consumers and the warp that clears V",
-    ("forward_loader.py", "publish_queries"): "queries of a tile, for the consumers",
-    ("forward_main.py", "store_row"): "O of a tile, for the copies of the storing warp",
-    ("forward_main.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
-    ("sm90_load.py", "load_statistics"): "place and flags of a task, for the consumers",
+    ("forward_*.py", "load"): "fields of a segment, for the consumers and the warps that clear V and store O",
+    ("forward_*.py", "publish_queries"): "queries of a tile, for the consumers",
+    ("forward_*.py", "clear_tails"): "zeroed rows of V, for the consumers' wgmma",
+    ("sm90_load.py", "load_places"): "place and flags of a task, for the consumers",
     ("sm90_load.py", "load_token_rows"): "token rows of a task, for the consumers",
     ("sm90_load.py", "load_rows"): "lse and delta of a task, for the consumers",
 }
-"""Functions whose writes to shared memory one lane announces for its warp: all lanes write, ``bar.warp.sync`` orders
-that before the elected lane's ``mbarrier.arrive`` (release), and readers wait on the barrier (acquire). PTX's causality
-order is transitive; racecheck takes only the arriving lane's own writes as published, and reports the other lanes'.
-Evidence: with an arrival of every lane, and counts to match, it reports nothing (docs/hopper_log.md)."""
+"""Functions, by pattern of the file and name, whose writes to shared memory one lane announces for its warp: all lanes
+write, ``bar.warp.sync`` orders that before the elected lane's ``mbarrier.arrive`` (release), and readers wait on the
+barrier (acquire). PTX's causality order is transitive; racecheck takes only the arriving lane's own writes as
+published, and reports the other lanes'. Evidence: with an arrival of every lane, and counts to match, it reports
+nothing (docs/hopper_log.md)."""
 
 _REPORT = re.compile(r"=+ (Error|Warning|Invalid|Uninit|Barrier|Race)")
 _ACCESS = re.compile(r"(Write|Read|Atomic) access at .*?\+0x[0-9a-f]+(?: in (\S+):(\d+))?")
@@ -41,9 +44,8 @@ class Access:
 @cache
 def find_function(file: str, line: int) -> str:
     """Innermost function of one of our kernel files that a line lies in; empty if there is none."""
-    package = Path(msa_vendored.__file__).resolve().parent
     found: list[tuple[int, str]] = []
-    for path in [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]:
+    for path in [*PACKAGE.glob(f"hopper/{file}"), *PACKAGE.glob(f"backward/{file}")]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
         found += [(f.lineno, f.name) for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
@@ -71,7 +73,8 @@ def is_handed_over(accesses: list[Access]) -> bool:
     first, others = accesses[0], accesses[1:]
 
     def announced(access: Access) -> bool:
-        return access.kind == "Write" and (access.file, access.function) in HANDED_OVER
+        places = [function for pattern, function in HANDED_OVER if fnmatch(access.file, pattern)]
+        return access.kind == "Write" and access.function in places
 
     def fits(other: Access) -> bool:
         return (announced(first) and other.kind == "Read") or (announced(other) and first.kind == "Read")

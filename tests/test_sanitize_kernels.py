@@ -40,7 +40,7 @@ def test_every_device_function_is_looked_for() -> None:
     assert not any("sm100" in file for file, _ in found)
     assert delta.is_launched_as("kernel_cutlass_sum_rows_ptrbf16gmemalign16_0")
     assert main.is_launched_as("kernel_cutlass_kernel_msa_vendoredhopperforward_mainForwardMain_object_at__0")
-    assert not main.is_launched_as("kernel_cutlass_kernel_msa_vendoredhoppersegmentsBuildSegments_object_at__0")
+    assert not main.is_launched_as("kernel_cutlass_kernel_msa_vendoredhoppercombineCombinePartials_object_at__0")
 
 
 def test_only_initcheck_follows_kernels_of_torch() -> None:
@@ -53,8 +53,7 @@ def race(first: tuple[str, str, str], *others: tuple[str, str, str]) -> str:
     """A report in racecheck's words; a place is a kind of access, a file and a name of a function in it."""
 
     def place(kind: str, file: str, function: str) -> str:
-        package = driver.Path(driver.msa_vendored.__file__).parent
-        (path,) = [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]
+        (path,) = [*reports.PACKAGE.glob(f"hopper/{file}"), *reports.PACKAGE.glob(f"backward/{file}")]
         text = path.read_text(encoding="utf-8")
         line = text[: text.index(f"def {function}(")].count("\n") + 2
         return f"{kind} access at kernel_cutlass_kernel_x_0+0x850 in {file}:{line}"
@@ -64,7 +63,7 @@ def race(first: tuple[str, str, str], *others: tuple[str, str, str]) -> str:
     return "".join(f"========= {line}\n" for line in lines)
 
 
-WRITE, READ = ("Write", "forward_loader.py", "publish_queries"), ("Read", "forward_main.py", "consume")
+WRITE, READ = ("Write", "sm90_load.py", "load_rows"), ("Read", "forward_main.py", "consume")
 OTHER_WRITE = ("Write", "forward_main.py", "consume")
 
 
@@ -85,12 +84,11 @@ def test_only_what_a_lane_announces_for_its_warp_is_excused(accesses: list[tuple
     output = race(*accesses) + "ran a\n========= RACECHECK SUMMARY: 1 hazard displayed (2 errors, 0 warnings)\n"
     assert (reports.find_problems("racecheck", 86, output, 1, 86) == []) == known
     assert reports.find_problems("racecheck", 86, output.replace(": 1 hazard", ": 2 hazards"), 1, 86)
-    assert reports.find_problems("racecheck", 86, output.replace(" in forward_loader.py", ""), 1, 86)
+    assert reports.find_problems("racecheck", 86, output.replace(" in sm90_load.py:", " in other.py:"), 1, 86)
 
 
 def test_what_is_excused_exists() -> None:
     """Guards an excuse that outlives its function and then covers another of that name."""
-    package = driver.Path(driver.msa_vendored.__file__).parent
-    for file, function in reports.HANDED_OVER:
-        (path,) = [*package.glob(f"hopper/{file}"), *package.glob(f"backward/{file}")]
-        assert f"def {function}(" in path.read_text(encoding="utf-8")
+    for pattern, function in reports.HANDED_OVER:
+        paths = [*reports.PACKAGE.glob(f"hopper/{pattern}"), *reports.PACKAGE.glob(f"backward/{pattern}")]
+        assert sum(f"def {function}(" in path.read_text(encoding="utf-8") for path in paths) == 1, function
