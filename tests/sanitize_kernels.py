@@ -124,7 +124,7 @@ def select(topk: int, *, fused: bool) -> None:
 
 
 def attend(ratio: int, topk: int, scale: float | None = None) -> None:
-    """Segments and main kernel."""
+    """Segments, main kernel and combine."""
     from msa_vendored.reference.cases import invert_selection, make_case
 
     case = make_case(LENGTHS, topk=topk, index_heads=2, heads_per_index_head=ratio)

@@ -68,6 +68,16 @@ EMULATED: dict[str, dict[str, Any]] = {
         "ctas": 1,
         "schedules": [("random", 3, True)],
     },
+    "ratio2_topk32": {
+        "query_lengths": [10],
+        "key_lengths": [4200],
+        "ratio": 2,
+        "topk": 32,
+        "index_heads": 1,
+        "own_block": False,
+        "ctas": 1,
+        "segment_queries": 4,
+    },
 }
 
 

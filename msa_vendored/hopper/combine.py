@@ -48,6 +48,8 @@ class PartialMerger:
     def __init__(self, ratio: int, topk: int, scaled: bool) -> None:
         self.ratio, self.topk, self.scaled = ratio, topk, scaled
         self.batch = min(SLOT_BATCH, topk)
+        # The lanes of a quad need the same weights. 32 do not fit their registers, so that each keeps a quarter.
+        self.sharers = 1 if topk <= 16 else 4
         # Batches of an item: pieces 0 to 3 one after the other, and the slots of each.
         self.batches_per_group = topk // self.batch
         self.batches = GROUPS * self.batches_per_group
@@ -76,6 +78,7 @@ class PartialMerger:
             "add.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(buffer.toint()), lane * 16]
         )
         mine = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=16)
+        slot_bytes = out.shape[1] // split_counts.shape[1] * (2 * HEAD_DIM)
         chunk_buckets = split_counts.shape[1] * windows_per_chunk
         chunk_token = chunk * windows_per_chunk * window_tokens
         runs = (window_tokens * (4 * self.ratio) + 32 * RUN_ITEMS - 1) // (32 * RUN_ITEMS)
@@ -98,7 +101,7 @@ class PartialMerger:
             count = self.count_slots(split_counts, item, index_head, first_token, tokens)
             offset = self.locate(split_counts, item, index_head, first_row)
             for index in cutlass.range_constexpr(self.stages):
-                self.copy_batch(mine, partial_out, offset, index, count)
+                self.copy_batch(mine, partial_out, offset, slot_bytes, index, count)
             step = Int32(1)
             while step <= RUN_ITEMS:
                 # Another run's next item is not ours: nothing is copied ahead for it.
@@ -106,12 +109,12 @@ class PartialMerger:
                 next_count = Int32(0)
                 if step < RUN_ITEMS:
                     next_count = self.count_slots(split_counts, next_item, index_head, first_token, tokens)
-                next_offset = self.locate(split_counts, next_item, index_head, first_row)
                 self.merge_item(
-                    mine, partial_out, partial_lse, out, lse, output_scale, item, index_head, first_row, first_token,
-                    tokens, count, next_count, offset, next_offset,
+                    mine, partial_out, partial_lse, split_counts, out, lse, output_scale, item, index_head, first_row,
+                    first_token, tokens, count, next_count, offset, slot_bytes,
                 )  # fmt: skip
-                item, count, offset = next_item, next_count, next_offset
+                item, count = next_item, next_count
+                offset = self.locate(split_counts, item, index_head, first_row)
                 step += 1
             run = cute.arch.shuffle_sync(following, 0)
 
@@ -143,21 +146,34 @@ class PartialMerger:
 
     @cute.jit
     def copy_batch(
-        self, mine: cute.Pointer, partial_out: cute.Tensor, offset: Int64, index: cutlass.Constexpr[int], count: Int32
+        self,
+        mine: cute.Pointer,
+        partial_out: cute.Tensor,
+        offset: Int64,
+        slot_bytes: Int32,
+        index: cutlass.Constexpr[int],
+        count: Int32,
     ) -> None:
         """Begin to copy batch ``index`` of an item; zeros where there is no slot."""
         group, first = index // self.batches_per_group, index % self.batches_per_group * self.batch
         target = mine + index % self.stages * self.batch * 256
-        # One piece of PTX, with offsets as immediates: 32 sizes and addresses would take registers from the weights.
+        # One piece of PTX: as sums of constants, 16 sizes and addresses would stay in registers from batch to batch, so
+        # that weights are spilled. Hence a distance of slots that compilers do not know.
+        start = (first * GROUPS + group) * self.ratio * 64
         lines = [
             f"setp.gt.s32 present, {{$r2}}, {first + i}; selp.s32 bytes, 16, 0, present; cp.async.cg.shared.global "
-            f"[{{$r0}}+{i * 512}], [{{$r1}}+{((first + i) * GROUPS + group) * self.ratio * 64}], 16, bytes;"
+            f"[{{$r0}}+{i * 512}], [place], 16, bytes; add.s64 place, place, step;"
             for i in range(self.batch)
         ]
         cute.arch.inline_ptx(
-            "{ .reg .pred present; .reg .s32 bytes; " + " ".join(lines) + " cp.async.commit_group; }",
-            read_only_args=[Int32(target.toint()), Int64((partial_out.iterator + offset).toint()), count],
-        )
+            "{ .reg .pred present; .reg .s32 bytes; .reg .s64 place, step; cvt.s64.s32 step, {$r3}; "
+            f"add.s64 place, {{$r1}}, {start}; "
+            + " ".join(lines)
+            + " cp.async.commit_group; }",
+            read_only_args=[
+                Int32(target.toint()), Int64((partial_out.iterator + offset).toint()), count, slot_bytes,
+            ],
+        )  # fmt: skip
 
     @cute.jit
     def merge_item(
@@ -165,6 +181,7 @@ class PartialMerger:
         mine: cute.Pointer,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
+        split_counts: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
         output_scale: cute.Tensor,
@@ -176,7 +193,7 @@ class PartialMerger:
         count: Int32,
         next_count: Int32,
         offset: Int64,
-        next_offset: Int64,
+        slot_bytes: Int32,
     ) -> None:
         """32 columns of one head of one token, which lane ``item % 4`` of a quad holds; first batches are on the way.
 
@@ -203,9 +220,11 @@ class PartialMerger:
                 self.add_batch(sums, weights, mine, index)
                 upcoming = index + self.stages
                 if const_expr(upcoming < self.batches):
-                    self.copy_batch(mine, partial_out, offset, upcoming, count)
+                    self.copy_batch(mine, partial_out, offset, slot_bytes, upcoming, count)
                 else:
-                    self.copy_batch(mine, partial_out, next_offset, upcoming - self.batches, next_count)
+                    if const_expr(upcoming == self.batches):
+                        offset = self.locate(split_counts, item + 32, index_head, first_row)
+                    self.copy_batch(mine, partial_out, offset, slot_bytes, upcoming - self.batches, next_count)
             words = cute.make_rmem_tensor(8, BFloat16)
             for i in cutlass.range_constexpr(8):
                 words[i] = (sums[i] * inverse).to(BFloat16)
@@ -220,7 +239,7 @@ class PartialMerger:
 
     @cute.jit
     def weigh_slots(self, source: cute.Pointer, count: Int32) -> tuple[cute.Tensor, Float32, Float32]:
-        """The weight of each slot, their sum, and the exponent that they are relative to."""
+        """The weights of all slots, or every fourth that a lane keeps, their sum, and the exponent that they are of."""
         levels = cute.make_rmem_tensor(self.topk, Float32)
         peak = -Float32.inf
         for slot in cutlass.range_constexpr(self.topk):
@@ -235,6 +254,12 @@ class PartialMerger:
         for slot in cutlass.range_constexpr(self.topk):
             levels[slot] = cute.math.exp2(levels[slot] - peak, fastmath=True)
             total += levels[slot]
+        if const_expr(self.sharers > 1):
+            lane = cute.arch.lane_idx() % 4
+            for i in cutlass.range_constexpr(self.topk // 4):
+                low = levels[4 * i + 1] if lane == 1 else levels[4 * i]
+                high = levels[4 * i + 3] if lane == 3 else levels[4 * i + 2]
+                levels[i] = high if lane >= 2 else low
         return levels, total, peak
 
     @cute.jit
@@ -247,8 +272,12 @@ class PartialMerger:
             place = mine + (index % self.stages * self.batch + i) * 256
             values = cute.make_rmem_tensor(8, BFloat16)
             cute.autovec_copy(cute.make_tensor(place, cute.make_layout(8)), values)
+            weight = weights[(first + i) // self.sharers]
+            if const_expr(self.sharers > 1):
+                quad = cute.arch.lane_idx() & -4
+                weight = cute.arch.shuffle_sync(weight, quad + (first + i) % self.sharers)
             for j in cutlass.range_constexpr(8):
-                sums[j] += weights[first + i] * values[j].to(Float32)
+                sums[j] += weight * values[j].to(Float32)
 
     @cute.jit
     def transpose_quad(self, words: cute.Tensor, lane: Int32) -> cute.Tensor:
