@@ -1,6 +1,6 @@
 """Instructions and seconds of registered kernels, as a table: ``python -m ptx_emulator.speed KERNEL...|all``.
 
-The best of three runs under the eager schedule, of the kernel's launches alone: processor seconds of one worker with
+The best of five runs under the eager schedule, of the kernel's launches alone: processor seconds of one worker with
 checks off and with all checks, and, where a launch has several CTAs, wall seconds of one worker and of two with all
 checks.
 """
@@ -18,7 +18,7 @@ from ptx_emulator import subjects
 from ptx_emulator.launch import Options
 from ptx_emulator.subjects import Outcome, Recorder, Subject
 
-RUNS = 3
+RUNS = 5
 COLUMNS = ("kernel", "case", "CTAs", "instructions", "checks off", "all checks", "wall, 1 worker", "wall, 2 workers")
 
 
