@@ -53,7 +53,6 @@ EXPECTED_UNSUPPORTED: dict[str, str] = {
     "tasks read_items": ATOMIC_ADD,
     "tasks check_rows": NOT_STATIC,
     "tasks scan_windows": NOT_STATIC,
-    "tasks count_tasks": NOT_STATIC,
     "tasks write_tables": NOT_STATIC,
     "forward_sm90 BuildSegments": ATOMIC_ADD,
     "forward_sm90 ForwardMain": NOT_STATIC,
