@@ -213,7 +213,6 @@ def list_backward_stages(arch: str) -> list[Stage]:
 
 def list_hopper_stages() -> list[Stage]:
     """What the other launchers on SM90 compile: every ratio with 16 blocks a query, other numbers of blocks at 16."""
-    from msa_vendored.hopper.combine import compile_combine
     from msa_vendored.hopper.csr import MAX_BITMAP_BYTES, chunk_queries
     from msa_vendored.hopper.csr_kernels import compile_csr
     from msa_vendored.hopper.forward_main import compile_forward
@@ -226,8 +225,7 @@ def list_hopper_stages() -> list[Stage]:
     chunks = sorted({chunk_queries(1 << bits) for bits in range(16)} - {0})
     return [
         Stage(compile_segments, {}),
-        *(Stage(compile_forward, shape) for shape in shapes),
-        *(Stage(compile_combine, {**shape, "scaled": scaled}) for shape in shapes for scaled in (False, True)),
+        *(Stage(compile_forward, {**shape, "scaled": scaled}) for shape in shapes for scaled in (False, True)),
         Stage(compile_score, {}),
         *(Stage(compile_select, {"topk": topk}) for topk in TOPK_CHOICES),
         *(Stage(compile_fused_select, {"topk": topk}) for topk in TOPK_CHOICES),

@@ -28,6 +28,7 @@ settings.load_profile("shared cores")
 
 LONGEST_FIRST = (
     "test_upgrades.py",
+    "test_patched_msa.py",
     "test_backward_emulated.py",
     "test_backward_sm100.py",
     "test_emulator_official.py",
@@ -41,8 +42,6 @@ LONGEST_FIRST = (
     "test_hopper_forward.py",
 )
 """Files to begin with where tests run in several processes, so that none of them is left for the end."""
-
-ARCHITECTURES = {"sm_90a", "sm_100a", "sm_103a"}
 
 RUNTIME = Path(msa_vendored.__file__).resolve().parent
 RUNTIME_FILES = (
@@ -105,18 +104,10 @@ STUBS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order and group tests for ``pytest -n``: a file, or its tests of one architecture, goes to one process.
-
-    So fixtures of a module, which compile kernels, are made once, as without ``-n``.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        arch = [value for value in parameters if isinstance(value, str) and value in ARCHITECTURES]
-        item.add_marker(pytest.mark.xdist_group("-".join([item.path.name, *arch])))
-    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    """Put the longest files first where tests run in several processes."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 TOLERANCE = 4e-3
 LAUNCHES = ("sum_rows", "clear", "read_items", "check_rows", "scan_windows", "write_tables", "", "convert")
-"""Device functions in order; the main kernel's name is its author's."""
+"""Device functions in order; the main kernel's name is its author's. On SM90, the largest keys come first."""
 
 CROWDED = {"lengths": [260], "multiprocessors": 16, "resident_ctas": 16, "checked": False}
 SCHEDULES = [["random", seed] for seed in (1, 2, 3)]
@@ -81,6 +81,8 @@ def test_deterministic_gradients_do_not_depend_on_who_comes_first(results: dict[
 def test_every_stage_was_launched_in_order(results: dict[str, list[dict[str, Any]]]) -> None:
     """Guards against a launch that the emulator never saw."""
     launches = results["documents"][0]["launches"]
+    if "find_key_maxima" in launches[0]:
+        launches = launches[1:]
     assert len(launches) == len(LAUNCHES)
     assert all(part in name for part, name in zip(LAUNCHES, launches, strict=True))
 

@@ -2,7 +2,7 @@
 
 A child process emulates, because the DSL reads its target when it is imported. Tolerances: P and dS are rounded to
 bf16 (2^-9 = 2.0e-3 at most, 1.1e-3 to 1.7e-3 root mean square) before products in fp32, so 3e-3 for dK, dV and fp32
-sums of dQ. A bf16 sum rounds once per key block on top: 3e-3 for up to 4 of them, 7e-3 for 16.
+or fp16 sums of dQ. A bf16 sum rounds once per key block on top: 3e-3 for up to 4 of them, 7e-3 for 16.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
     "hot_block": {"lengths": [200], "selection": "hot"},
     "nothing_selected": {"lengths": [60, 5], "selection": "none"},
     "lse_not_finite": {"lengths": [40], "dead_rows": True},
-    "tiny_gradients": {"lengths": [40], "grad_scale": 1e-6, "dq_accumulation": "fp16"},
-    "huge_gradients": {"lengths": [40], "grad_scale": 1e4, "dq_accumulation": "fp16"},
+    "tiny_gradients": {"lengths": [40], "ratio": 2, "grad_scale": 1e-6, "dq_accumulation": "fp16"},
+    "huge_gradients": {"lengths": [40], "ratio": 2, "grad_scale": 1e4, "dq_accumulation": "fp16"},
     "dq_alone": {"lengths": [140], "dq_accumulation": "fp32", "gradients": "dq", "grid": 1},
-    "ratio_2": {"lengths": [140, 3], "ratio": 2, "dq_accumulation": "fp32", "schedules": [RANDOM]},
+    "ratio_2": {"lengths": [140, 3], "ratio": 2, "dq_accumulation": "fp16", "schedules": [RANDOM]},
 }
 
 

@@ -158,7 +158,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
-    objects = [f"{source.stem}.o" for source in build.CORE.glob("*.cpp")]
+    objects = [f"{unit}.o" for unit in ("rest", *build.UNITS)]
     assert sorted(log.read_text("utf-8").split()) == sorted([*objects, "libemulator.so"])
     assert {path.name for path in Path(outputs[0][0].strip()).parent.iterdir()} == {"lock", "libemulator.so"}
 

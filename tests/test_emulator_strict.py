@@ -60,12 +60,43 @@ def test_lanes_that_meet_are_ordered(order: str, meet: str) -> None:
         "st.shared.b32 [%r5], %r2; ld.shared.b32 %r10, [%r5];",
         "st.shared.b32 [%r3], 5;",
         "mul.lo.u32 %r8, %r1, 128; add.s32 %r8, %r8, %r7; st.shared.b32 [%r8], %r2;",
+        "shl.b32 %r8, %r2, 1; add.s32 %r8, %r3, %r8; st.shared.b16 [%r8], %r2; ld.shared.u16 %r10, [%r8];",
     ],
-    ids=["own_data", "same_value", "other_warps"],
+    ids=["own_data", "same_value", "other_warps", "halves_of_a_word"],
 )
 def test_lanes_that_do_not_touch_the_same_are_no_race(body: str) -> None:
     """A lane reads what it wrote; all lanes write one value; warps are the business of another check."""
     run(body, threads=64, checks=["lanes"]).require_clean()
+
+
+BLOCKS = {
+    # Warp 0 writes 16 bytes a lane, then warp 1 one word of each, or the other way round.
+    "word_of_a_block": ("@%p2 st.shared.v4.b32 [%r8], {%r2, %r2, %r2, %r2};", "@!%p2 ld.shared.b32 %r10, [%r8+4];"),
+    "block_over_a_word": ("@!%p2 ld.shared.b32 %r10, [%r8+8];", "@%p2 st.shared.v4.b32 [%r8], {%r2, %r2, %r2, %r2};"),
+    "block_over_a_block": (
+        "@!%p2 ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r8];",
+        "@%p2 st.shared.v4.b32 [%r8], {%r2, %r2, %r2, %r2};",
+    ),
+}
+FILL = "@%p2 st.shared.v4.b32 [%r8], {%r2, %r2, %r2, %r2}; bar.sync 0;"
+
+
+@pytest.mark.parametrize("order", BLOCKS)
+def test_words_and_blocks_of_shared_memory_share_their_history(order: str) -> None:
+    """Shadow memory keeps four words as one while they are accessed together: what it forgets when they part."""
+    address = "shl.b32 %r8, %r2, 4; add.s32 %r8, %r3, %r8;" + FILL
+    first, second = BLOCKS[order]
+    report = run(address + first + second, threads=64, checks=["races"])
+    assert report.kinds == {"shared-race"}
+    words = 128 if order == "block_over_a_block" else 32
+    assert report.findings[0].count == words
+    run(address + first + "bar.sync 0;" + second, threads=64, checks=["races"]).require_clean()
+
+
+def test_warps_that_write_their_own_words_of_a_block_are_no_race() -> None:
+    """A finding about words that only lie in the same block."""
+    body = FILL + "shl.b32 %r9, %r1, 2; add.s32 %r9, %r8, %r9; st.shared.b32 [%r9], %r2; ld.shared.b32 %r10, [%r9];"
+    run("shl.b32 %r8, %r2, 4; add.s32 %r8, %r3, %r8;" + body, threads=64, checks=["races", "lanes"]).require_clean()
 
 
 HAND_OVER = """

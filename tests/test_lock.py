@@ -1,35 +1,19 @@
-"""The lock file: strict reading, deterministic writing, and the pins that are committed."""
+"""The lock file: strict reading, deterministic writing."""
 
 from __future__ import annotations
 
 import copy
-import tomllib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from msa_vendored.trees import Manifest, compare_manifests
 from msa_vendored.vendoring.errors import LockError
 from msa_vendored.vendoring.lock import (
-    GitSource,
-    Lock,
-    Pin,
-    Submodule,
-    WheelSource,
-    dump_lock,
     parse_lock,
     read_lock,
-    read_manifest,
 )
-from msa_vendored.vendoring.safe_paths import MAX_DEPTH, MAX_PATH_BYTES, find_collision, find_path_problem
-from msa_vendored.vendoring.series import PatchLock, Touch
-
-THIRD_PARTY = Path(__file__).parents[1] / "third_party"
-COMMITTED = THIRD_PARTY / "msa.lock.toml"
-HEX = "0123456789abcdef"
+from msa_vendored.vendoring.series import Touch
 
 SAMPLE: dict[str, Any] = {
     "schema": 1,
@@ -293,171 +277,3 @@ def test_unknown_pin_lists_the_known_ones() -> None:
     assert str(caught.value) == (
         "no such pin\n  expected: one of: a-1, b-2\n  got:      c\n  next:     pass one of these ids with --pin"
     )
-
-
-def hex_digits(count: int) -> st.SearchStrategy[str]:
-    return st.text(HEX, min_size=count, max_size=count)
-
-
-# Everything that a path may hold, quotes and non-ASCII letters included, so that the writer's escapes are tried.
-PATHS = st.text(min_size=1, max_size=12).filter(lambda path: find_path_problem(path) is None)
-DIGESTS = hex_digits(64)
-TOUCHES = st.builds(Touch, PATHS, DIGESTS | st.none(), DIGESTS | st.none()).filter(
-    lambda touch: touch.pre or touch.post
-)
-PATCH_LOCKS = st.builds(
-    PatchLock, PATHS, DIGESTS, st.lists(TOUCHES, max_size=3, unique_by=lambda touch: touch.path).map(tuple)
-)
-SUBMODULES = st.builds(
-    Submodule,
-    PATHS,
-    st.just("https://example.org/x.git"),
-    hex_digits(40),
-    st.lists(PATHS, min_size=1, max_size=3, unique=True).map(tuple),
-)
-GIT_SOURCES = st.builds(
-    GitSource,
-    st.just("https://example.org/x.git"),
-    hex_digits(40),
-    PATHS,
-    st.lists(SUBMODULES, max_size=2, unique_by=lambda submodule: submodule.path).map(tuple),
-)
-WHEEL_SOURCES = st.builds(
-    WheelSource,
-    st.just("a"),
-    st.just("1.0"),
-    st.just("a-1.0-py3-none-any.whl"),
-    DIGESTS,
-    st.integers(0, 1 << 40),
-    st.just("manylinux_2_28_x86_64"),
-    PATHS,
-)
-VERSIONS = st.from_regex(r"[0-9][0-9A-Za-z.!+_-]{0,6}", fullmatch=True)
-PINS = st.builds(
-    Pin,
-    id=st.from_regex(r"[a-z0-9]{1,4}([._-][a-z0-9]{1,4}){0,2}", fullmatch=True),
-    source=WHEEL_SOURCES | GIT_SOURCES,
-    spdx=st.just("MIT AND BSD-3-Clause"),
-    license_files=st.lists(PATHS, min_size=1, max_size=12, unique=True).map(tuple),
-    tested_with=st.fixed_dictionaries(
-        {"apache-tvm-ffi": VERSIONS, "nvidia-cutlass-dsl": VERSIONS, "quack-kernels": VERSIONS}
-    ),
-    manifest=PATHS,
-    tree_digest=DIGESTS.map("sha256:".__add__),
-    series=PATHS,
-    source_date_epoch=st.none() | st.integers(0, 1 << 40),
-    patches=st.lists(PATCH_LOCKS, max_size=3, unique_by=lambda patch: patch.file).map(tuple),
-)
-LOCKS = st.lists(PINS, min_size=1, max_size=3, unique_by=lambda pin: pin.id).map(
-    lambda pins: Lock(pins[-1].id, tuple(pins))
-)
-
-
-@given(LOCKS)
-def test_written_lock_reads_back_the_same(lock: Lock) -> None:
-    """Guards against a refresh of patch digests that loses or alters another entry, or breaks the file's syntax."""
-    text = dump_lock(lock)
-    again = parse_lock(tomllib.loads(text), "lock.toml")
-    assert again == lock
-    assert dump_lock(again) == text
-
-
-def test_committed_lock_is_what_the_writer_writes() -> None:
-    """Guards against hand edits that the next refresh would reorder or drop, comments included."""
-    assert COMMITTED.read_text(encoding="utf-8") == dump_lock(read_lock(COMMITTED))
-
-
-def read_committed(pin_id: str | None) -> tuple[Pin, Manifest]:
-    pin = read_lock(COMMITTED).pin(pin_id)
-    return pin, read_manifest(pin, THIRD_PARTY)
-
-
-@pytest.mark.parametrize(("pin_id", "files"), [("vllm-0.24.0", 960), ("minimax-e2ebe765", 961)])
-def test_committed_manifest_is_the_one_locked(pin_id: str, files: int) -> None:
-    """Guards against a manifest or tree digest that was edited alone, and against paths that cannot be vendored."""
-    pin, manifest = read_committed(pin_id)
-    assert (len(manifest), manifest.digest) == (files, pin.tree_digest)
-    assert [path for path in manifest.by_path if find_path_problem(path)] == []
-    assert find_collision(manifest.by_path) is None
-
-
-def test_licence_files_of_every_pin_exist() -> None:
-    """Guards against a wheel without the texts that the licences demand, over a name that nobody checks."""
-    pins = read_lock(COMMITTED).pins
-    assert [name for pin in pins for name in pin.license_files if not (THIRD_PARTY / name).is_file()] == []
-
-
-def test_pins_agree_where_one_series_serves_both() -> None:
-    """Guards the reason for one series: the files of the fmax and sm_103a patches and CUTLASS are the same bytes."""
-    default, (_, other) = read_committed(None)[1], read_committed("minimax-e2ebe765")
-    drift = compare_manifests(default, other)
-    assert not {"jit.py", "cute/src/common/utils.py"} & set(drift.changed)
-    assert not any(path.startswith("cutlass/") for path in (*drift.missing, *drift.extra, *drift.changed))
-    assert (drift.missing, drift.extra, drift.mode) == ((), ("cute/.gitignore",), ())
-
-
-def test_manifest_of_another_tree_is_refused(tmp_path: Path) -> None:
-    """Guards against a manifest that was swapped or edited: its digest would verify any tree that was too."""
-    pin, manifest = read_committed(None)
-    (tmp_path / pin.manifest).write_text(manifest.to_text().replace("100644", "100755", 1))
-    with pytest.raises(LockError) as caught:
-        read_manifest(pin, tmp_path)
-    error = caught.value
-    assert error.what == "the manifest is not the one that pin vllm-0.24.0 names by tree_digest"
-    assert error.expected == pin.tree_digest
-    (tmp_path / pin.manifest).unlink()
-    with pytest.raises(LockError, match="a manifest cannot be read"):
-        read_manifest(pin, tmp_path)
-
-
-UNSAFE_PATHS = {
-    "": "is empty",
-    "/etc/passwd": "is absolute",
-    "C:/x": "is absolute",
-    "c:x": "is absolute",
-    "..": "leaves its folder with '..'",
-    "a/../b": "leaves its folder with '..'",
-    "a//b": "has an empty or '.' component",
-    "a/": "has an empty or '.' component",
-    "./a": "has an empty or '.' component",
-    "a\\b": "has a backslash",
-    "..\\b": "has a backslash",
-    "a\0b": "has a control character or is not UTF-8",
-    "a\nb": "has a control character or is not UTF-8",
-    "a\udc80": "has a control character or is not UTF-8",
-    "a" * (MAX_PATH_BYTES + 1): "is longer than 1,024 bytes",
-    "/".join("a" * (MAX_DEPTH + 1)): "has more than 32 components",
-}
-
-
-@pytest.mark.parametrize(("path", "problem"), UNSAFE_PATHS.items(), ids=[repr(path)[:24] for path in UNSAFE_PATHS])
-def test_unsafe_path_is_named(path: str, problem: str) -> None:
-    """Guards against a member or manifest line that writes outside the tree."""
-    assert find_path_problem(path) == problem
-
-
-@given(st.text(alphabet=st.sampled_from("ab./\\:C\0\n~é"), max_size=12) | st.text(max_size=12))
-def test_accepted_path_names_a_place_below_the_root(path: str) -> None:
-    """Guards against spellings that nobody listed: whatever is accepted is already in normal form and relative."""
-    if find_path_problem(path) is None:
-        parts = PurePosixPath(path).parts
-        assert "/".join(parts) == path
-        assert ".." not in parts
-        assert not PurePosixPath(path).is_absolute()
-        assert b"\0" not in path.encode()
-
-
-COLLISIONS = {
-    "case": (["b", "README", "readme"], ("README", "readme")),
-    "folder_case": (["A/x", "a/y"], ("A", "a")),
-    "unicode_form": (["caf\u00e9", "cafe\u0301"], ("caf\u00e9", "cafe\u0301")),
-    "case_and_form": (["CAF\u00c9", "cafe\u0301"], ("CAF\u00c9", "cafe\u0301")),
-    "file_and_folder": (["a", "a/b"], ("a", "a")),
-    "none": (["a/b", "a/c", "b"], None),
-}
-
-
-@pytest.mark.parametrize(("paths", "collision"), COLLISIONS.values(), ids=COLLISIONS.keys())
-def test_paths_that_some_file_system_merges_are_found(paths: list[str], collision: tuple[str, str] | None) -> None:
-    """Guards against trees whose digest differs on case-insensitive or normalising file systems."""
-    assert find_collision(paths) == collision

@@ -14,7 +14,8 @@ from rebase_lab import TESTED_WITH, Lab, make_manifest
 
 from msa_vendored.trees import REGULAR
 from msa_vendored.vendoring.built import tree_key
-from msa_vendored.vendoring.lock import GitSource, Pin, Submodule, dump_lock
+from msa_vendored.vendoring.lock import GitSource, Pin, Submodule
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.publication import finish_publication, publish_files
 from msa_vendored.vendoring.rebase.content import Content
 from msa_vendored.vendoring.rebase.proof import list_requirements

@@ -10,41 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_calls import FLOAT64_TOLERANCE, attend
 
 from msa_vendored.reference import (
     BackwardSchedule,
     dense_attention,
     run_backward,
-    sparse_atten_func,
 )
 from msa_vendored.reference.cases import PackedCase, invert_selection, make_case, plan_workspace
 
 LENGTHS = st.lists(st.sampled_from([1, 2, 127, 128, 129, 260]), min_size=1, max_size=3)
 # NeMo Automodel's published tolerances of a bf16 forward against float32: (largest error, L2 error / L2 norm).
 OUT_TOLERANCE, LSE_TOLERANCE = (0.025, 0.006), (0.002, 0.001)
-# Two float64 evaluations of sums of up to 1,024 terms of order 1, in different order.
-FLOAT64_TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
-
-
-def attend(case: PackedCase, **changes: Any) -> Any:
-    row_ptr, q_indices, schedule = invert_selection(case)
-    arguments: dict[str, Any] = {
-        "q": case.q,
-        "k": case.k,
-        "v": case.v,
-        "k2q_row_ptr": row_ptr,
-        "k2q_q_indices": q_indices,
-        "topK": case.q2k_indices.shape[2],
-        "cu_seqlens_q": case.cu_seqlens_q,
-        "cu_seqlens_k": case.cu_seqlens_k,
-        "max_seqlen_q": case.max_seqlen_q,
-        "max_seqlen_k": case.max_seqlen_k,
-        "causal": True,
-        "return_softmax_lse": True,
-        "schedule": schedule,
-        **changes,
-    }
-    return sparse_atten_func(**arguments)
 
 
 def differentiate(case: PackedCase, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:

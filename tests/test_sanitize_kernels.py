@@ -76,7 +76,7 @@ OTHER_WRITE = ("Write", "forward_main.py", "consume")
         ([WRITE, WRITE], False),
         ([WRITE, READ, OTHER_WRITE], False),
         ([OTHER_WRITE, READ], False),
-        ([("Write", "combine.py", "kernel"), ("Read", "combine.py", "kernel")], False),
+        ([("Write", "combine.py", "merge_item"), ("Read", "combine.py", "merge_item")], False),
     ],
 )
 def test_only_what_a_lane_announces_for_its_warp_is_excused(accesses: list[tuple[str, str, str]], known: bool) -> None:

@@ -1,10 +1,9 @@
-"""sparse_attention against a dense masked float64 attention, its gradients, and its refusals."""
+"""``sparse_attention`` against a dense masked float64 attention, and its gradients."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_attention_cases import Case, make_case
 from torch import Tensor
 
 from msa_vendored.training import (
-    ArgumentValueError,
     Microbatch,
-    StalePlanError,
-    checks,
     ops,
     select_blocks,
     sparse_attention,
@@ -38,10 +35,6 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def bounds(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def attend_densely(
@@ -65,59 +58,6 @@ def attend_densely(
         outs.append(weights @ v[:, head // ratio])
         seen.append(mask.any(1))
     return torch.stack(outs, 1), torch.stack(seen, 1)
-
-
-def random_ids(microbatch: Microbatch, heads: int, topk: int, generator: torch.Generator) -> Tensor:
-    """Any usable selection: unordered, future blocks too, and queries that select nothing."""
-    documents = torch.arange(microbatch.num_documents).repeat_interleave(microbatch.lengths)
-    blocks = -(-microbatch.key_lengths // 128)
-    ids = torch.full((heads, microbatch.num_tokens, topk), -1, dtype=torch.int32)
-    for head in range(heads):
-        for token, document in enumerate(documents.tolist()):
-            order = torch.randperm(int(blocks[document]), generator=generator)
-            kept = int(torch.randint(0, topk + 1, (), generator=generator))
-            ids[head, token, : min(kept, order.numel())] = order[:kept].to(torch.int32)
-    return ids
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One random problem, float64."""
-
-    microbatch: Microbatch
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-    block_ids: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
-
-
-def make_case(
-    lengths: list[int],
-    *,
-    heads: tuple[int, int] = (4, 2),
-    topk: int = 4,
-    dim: int = 8,
-    prefix: int = 0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    keys = bounds([length + prefix for length in lengths]) if prefix else None
-    microbatch = Microbatch.from_cu_seqlens(bounds(lengths), key_cu_seqlens=keys)
-
-    def draw(tokens: int, count: int) -> Tensor:
-        return torch.randn(tokens, count, dim, generator=generator, dtype=torch.float64).to(dtype)
-
-    q = draw(microbatch.num_tokens, heads[0]).requires_grad_()
-    k = draw(microbatch.num_key_tokens, heads[1]).requires_grad_()
-    v = draw(microbatch.num_key_tokens, heads[1]).requires_grad_()
-    ids = random_ids(microbatch, heads[1], topk, generator)
-    return Case(microbatch, q, k, v, draw(microbatch.num_tokens, heads[0]), ids)
 
 
 def differentiate(case: Case, **keywords: Any) -> tuple[Tensor, ...]:
@@ -258,82 +198,6 @@ def test_views_and_unaligned_storage_give_the_same(view: str) -> None:
     grads = torch.autograd.grad(out, dressed, dress(case.grad_out))
     for got, expected in zip((out, *grads), differentiate(case), strict=True):
         assert torch.equal(got, expected)
-
-
-FAULTS = {
-    "twice": ([1, 0, 1, -1], "names a block twice"),
-    "beyond the document": ([2, -1, -1, -1], "names a block beyond its document"),
-    "after the end": ([0, -1, 1, -1], "has -1 before its end"),
-    "below -1": ([0, -2, -1, -1], "negative block other than -1"),
-}
-
-
-@pytest.mark.parametrize(("ids", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_unusable_selections_are_refused(ids: list[int], message: str) -> None:
-    """Guards keys that would be counted twice, or read from another document."""
-    case = make_case([200, 300])
-    case.block_ids[1, 150] = torch.tensor(ids, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        sparse_attention(*case.inputs, case.block_ids, case.microbatch)
-    usable = checks.usable_queries(case.block_ids, case.microbatch.cu_seqlens)
-    assert (~usable).nonzero().tolist() == [[1, 150]]
-    with pytest.raises(RuntimeError, match="block_ids repeat a block, leave the query's document"):
-        checks.assert_selection(case.block_ids, case.microbatch.cu_seqlens)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.sampled_from([1, 128, 129, 400]), min_size=1, max_size=3), st.integers(0, 2**31))
-def test_usable_selections_pass_the_device_side_check(lengths: list[int], seed: int) -> None:
-    """Guards a device-side assertion that kills a run over a legal selection."""
-    case = make_case(lengths, heads=(2, 2), seed=seed)
-    checks.assert_selection(case.block_ids, case.microbatch.cu_seqlens)
-
-
-def wrong(**replaced: Any) -> dict[str, Any]:
-    case = make_case([5, 6])
-    arguments = {"q": case.q, "k": case.k, "v": case.v, "block_ids": case.block_ids, "microbatch": case.microbatch}
-    return {**arguments, **{name: change(arguments[name]) for name, change in replaced.items()}}
-
-
-REFUSALS: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
-    "axes": ({"q": lambda q: q[0]}, ArgumentValueError, "q, k and v have the wrong shape"),
-    "k and v": ({"v": lambda v: v[:, :1]}, ArgumentValueError, "q, k and v have the wrong shape"),
-    "head dimension": ({"q": lambda q: q[..., :4]}, ArgumentValueError, "q, k and v have the wrong shape"),
-    "head ratio": ({"q": lambda q: q[:, :3]}, ArgumentValueError, "power of two up to 16"),
-    "fewer query heads": ({"q": lambda q: q[:, :1]}, ArgumentValueError, "power of two up to 16"),
-    "dtype": ({"k": lambda k: k.float()}, ArgumentValueError, "one floating-point dtype"),
-    "integers": (
-        {"q": lambda q: q.int(), "k": lambda k: k.int(), "v": lambda v: v.int()},
-        ArgumentValueError,
-        "one floating-point dtype",
-    ),
-    "ids dtype": ({"block_ids": lambda ids: ids.long()}, ArgumentValueError, "block_ids must be int32"),
-    "device": ({"k": lambda k: k.to("meta")}, ArgumentValueError, "must be on one device"),
-    "tokens": ({"microbatch": lambda _: Microbatch.from_cu_seqlens(bounds([5, 7]))}, StalePlanError, "q and k do not"),
-    "ids tokens": ({"block_ids": lambda ids: ids[:, 1:]}, StalePlanError, "block_ids do not belong"),
-    "ids heads": ({"block_ids": lambda ids: ids[:1]}, StalePlanError, "block_ids do not belong"),
-    "ids axes": ({"block_ids": lambda ids: ids[0]}, StalePlanError, "block_ids do not belong"),
-    "width": ({"block_ids": lambda ids: ids[..., :3]}, ArgumentValueError, "another number of blocks"),
-    "micro-batch elsewhere": (
-        {"microbatch": lambda m: Microbatch.from_cu_seqlens(m.cu_seqlens.clone(), device="meta")},
-        ArgumentValueError,
-        "the micro-batch is on another device",
-    ),
-}
-
-
-@pytest.mark.parametrize(("replaced", "error", "message"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_unusable_arguments_are_refused(replaced: dict[str, Any], error: type[ValueError], message: str) -> None:
-    """Guards each check before a launch: after it, the error would be an illegal address."""
-    with pytest.raises(error, match=message):
-        sparse_attention(**wrong(**replaced))
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scale_must_be_finite(scale: float) -> None:
-    """Guards a NaN that would reach every weight."""
-    with pytest.raises(ValueError, match="softmax_scale must be finite"):
-        sparse_attention(**wrong(), softmax_scale=scale)
 
 
 def test_work_items_cover_every_edge_once() -> None:

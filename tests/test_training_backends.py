@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from msa_vendored import MSABackwardSchedule, kernels, probes
-from msa_vendored.backward.accumulation import DQ_ACCUMULATIONS, DQ_DTYPES, DQAccumulation
+from msa_vendored.backward.accumulation import ARCH_ACCUMULATIONS, DQ_ACCUMULATIONS, DQ_DTYPES, DQAccumulation
 from msa_vendored.errors import UnavailableError
 from msa_vendored.reference import cases
 from msa_vendored.training import (
@@ -255,6 +255,32 @@ def test_an_unknown_accumulation_is_refused(name: Any) -> None:
             f"  got:      {name!r}",
         ]
     )
+
+
+def test_an_accumulation_that_the_kernels_lack_is_refused_before_the_forward(
+    sm100_in_name: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards an hour of forwards before the first backward says that it cannot; autograd is off here."""
+    case = make_case([9], model_shape=True)
+    monkeypatch.setattr(ops, "bind_kernels", None)
+    with torch.no_grad(), pytest.raises(NotImplementedError) as caught:
+        sparse_attention(*case.inputs, case.block_ids, case.microbatch, dq_accumulation="fp16")
+    assert str(caught.value) == "\n".join(
+        [
+            "the kernels for sm_100a do not sum dq like this",
+            "  where:    argument dq_accumulation",
+            "  expected: 'bf16' or 'fp32'",
+            "  got:      'fp16'",
+        ]
+    )
+    backends.require_accumulation("sm90", "fp16")
+    assert sm100_in_name == []
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_one_architecture_may_speak_for_its_backend(arch: str) -> None:
+    """Guards a kernel that only one of the two GPUs of a backend has."""
+    assert ARCH_ACCUMULATIONS[arch] == ARCH_ACCUMULATIONS[backends._ARCH_OF["sm100"]]
 
 
 @pytest.mark.parametrize("name", DQ_ACCUMULATIONS)

@@ -16,7 +16,7 @@ DQ_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 """Element type of the sums."""
 
 ARCH_ACCUMULATIONS: dict[str, tuple[str, ...]] = {
-    "sm_90a": ("bf16", "fp16", "fp32"),
+    "sm_90a": ("fp16", "bf16", "fp32"),
     "sm_100a": ("bf16", "fp32"),
     "sm_103a": ("bf16", "fp32"),
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from msa_vendored.compiling import compile_options
 
@@ -77,11 +77,8 @@ def sum_rows(
         offset = Int64(cutlass.min(first + i, rows - 1)) * HEAD_DIM + lane * VALUES_PER_LANE
         offset = cute.assume(offset, divby=VALUES_PER_LANE)
         factors.append((_load_values(out + offset), _load_values(grad_out + offset)))
-        if cutlass.const_expr(zeros is not None):  # noqa: SIM102 -- one is decided by the compiler
-            if first + i < rows:
-                octet = cute.make_rmem_tensor(VALUES_PER_LANE, BFloat16)
-                octet.fill(BFloat16(0))
-                cute.make_tensor(zeros + offset, cute.make_layout(VALUES_PER_LANE)).store(octet.load())
+        if cutlass.const_expr(zeros is not None):
+            _clear_values(zeros + offset, first + i < rows)
     mine, norm = Float32(0), Float32(0)
     for i in cutlass.range_constexpr(ROWS_PER_GROUP):
         a, b = factors[i]
@@ -110,6 +107,14 @@ def sum_rows(
 @cute.jit
 def _load_values(pointer: cute.Pointer) -> cute.TensorSSA:
     return cute.make_tensor(pointer, cute.make_layout(VALUES_PER_LANE)).load().to(Float32)
+
+
+@cute.jit
+def _clear_values(pointer: cute.Pointer, wanted: Boolean) -> None:
+    if wanted:
+        values = cute.make_rmem_tensor(VALUES_PER_LANE, BFloat16)
+        values.fill(BFloat16(0))
+        cute.make_tensor(pointer, cute.make_layout(VALUES_PER_LANE)).store(values.load())
 
 
 def compile_delta(*, arch: str, zeroes: bool = False, norms: bool = False) -> Callable[..., None]:

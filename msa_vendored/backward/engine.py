@@ -68,10 +68,11 @@ def run_backward(
         schedule: selection in CSR form; :class:`MSABackwardSchedule` for 4 key heads, its subclass
             :class:`msa_vendored.reference.BackwardSchedule` for any number.
         softmax_scale: factor on the logits; ``128 ** -0.5`` if None.
-        dq_accumulation: type of the sums of dq between key blocks; None is ``"bf16"``, which rounds once a block. On
-            SM90 there is ``"fp16"``, with an eighth of that error for the same bytes: each row is scaled by a power of
-            two that no sum can overflow (:mod:`msa_vendored.backward.dq_scale`), and dq is passed over once more. The
-            error of ``"fp32"`` does not grow with the number of blocks; it moves twice the bytes.
+        dq_accumulation: type of the sums of dq between key blocks. ``"bf16"`` rounds once a block. ``"fp16"``, on SM90
+            alone and the default there, has an eighth of that error for the same bytes: each row is scaled by a power
+            of two that no sum can overflow (:mod:`msa_vendored.backward.dq_scale`), and dq is passed over once more.
+            The error of ``"fp32"`` does not grow with the number of blocks; it moves twice the bytes. None is
+            ``"fp16"`` on SM90, else ``"bf16"``.
         deterministic: same bits for the same arguments. Every sum is then made by one CTA in a fixed order, which takes
             two passes of the main kernel, one for dk and dv and one for dq.
         check: wait for the device, and raise if it found the schedule inconsistent. Without it, the next call on
@@ -94,9 +95,10 @@ def run_backward(
 
     Side effects:
         Runs on the current stream of q's device. Allocates dq, dk/dv and a workspace of about
-        ``T * Hq * 256 * (1 or 2) + W * Hkv * 1024 + T * Hq * 4`` bytes (without the first term on SM90 with bf16 sums,
-        which are dq itself) plus tables (for top-k selections at ratio 16, 8 to 9 bytes per selected block, query and
-        key head). The first call on a device compiles or loads kernels.
+        ``T * Hq * 256 * (1 or 2) + W * Hkv * 1024 + T * Hq * 4`` bytes (without the first term on SM90 with fp16 or
+        bf16 sums, which become dq itself; fp16 takes ``T * Hq * 4`` for norms) plus tables (for top-k selections at
+        ratio 16, 8 to 9 bytes per selected block, query and key head). The first call on a device compiles or loads
+        kernels.
     """
     require_tensor("q", q)
     arch = require_arch(q.device)

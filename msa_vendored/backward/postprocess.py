@@ -26,6 +26,7 @@ HEAD_DIM = 128
 KEYS_PER_BLOCK = 128
 OCTET = 8
 THREADS = 256
+LANES_PER_ROW = HEAD_DIM // OCTET
 VECTORS_IN_FLIGHT = 8
 """16-byte loads that a thread issues before it stores."""
 
@@ -139,8 +140,6 @@ class InPlace:
 class ScaledInPlace:
     """Turns dQ from fp16, each row times a power of two, into bf16 where it is."""
 
-    rows_per_cta = THREADS * VECTORS_IN_FLIGHT * OCTET // HEAD_DIM
-
     def ctas(self, rows: Int32) -> Int32:
         """CTAs for ``rows`` rows."""
         return cute.ceil_div(rows * (HEAD_DIM // OCTET), THREADS * VECTORS_IN_FLIGHT)
@@ -159,24 +158,24 @@ class ScaledInPlace:
         """One CTA's octets; a thread's are ``THREADS`` apart. No octet is read but by the thread that writes it."""
         thread, _, _ = cute.arch.thread_idx()
         first, limit = cta * (THREADS * VECTORS_IN_FLIGHT) + thread, rows * (HEAD_DIM // OCTET)
-        inverses = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.rows_per_cta))
         loaded = [cute.make_rmem_tensor(OCTET, Float16) for _ in range(VECTORS_IN_FLIGHT)]
+        # A warp's octets i are in two rows; lane 2 i + j finds what undoes the factor of row j.
+        lane, step = thread % 32, THREADS // LANES_PER_ROW
+        row, inverse = first // LANES_PER_ROW - lane // LANES_PER_ROW + lane // 2 % VECTORS_IN_FLIGHT * step, Float32(1)
+        row += lane % 2
+        if row < rows:
+            inverse = self.inverse_factor(row, scale)
         for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
             if first + i * THREADS < limit:
                 loaded[i].store(self.locate(source, first + i * THREADS).load())
-        row = cta * self.rows_per_cta + thread
-        if (thread < self.rows_per_cta) & (row < rows):
-            inverses[thread] = self.inverse_factor(row, scale)
-        cute.arch.sync_threads()
         for i in cutlass.range_constexpr(VECTORS_IN_FLIGHT):
-            octet = first + i * THREADS
-            if octet < limit:
-                inverse = inverses[(i * THREADS + thread) // (HEAD_DIM // OCTET)]
+            mine = cute.arch.shuffle_sync(inverse, 2 * i + lane // LANES_PER_ROW)
+            if first + i * THREADS < limit:
                 values = cute.make_rmem_tensor(OCTET, BFloat16)
-                values.store((loaded[i].load().to(Float32) * inverse).to(BFloat16))
+                values.store((loaded[i].load().to(Float32) * mine).to(BFloat16))
                 if spoilt:
                     values.fill(BFloat16(math.nan))
-                self.locate(target, octet).store(values.load())
+                self.locate(target, first + i * THREADS).store(values.load())
 
     def locate(self, base: cute.Pointer, octet: Int32) -> cute.Tensor:
         """An octet of dq."""

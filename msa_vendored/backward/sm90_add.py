@@ -177,7 +177,9 @@ class AddSm90(StructureSm90):
         start = base + row // heads * (heads * 512) + row % heads * 128
         for j in cutlass.range_constexpr(16):
             address = start + j // 4 * (heads * 128)
-            chunk = (2 * (j % 4) + pair // 2) ^ (address // 128 % 8)
+            # As address // 128 % 8, since the warp's part begins at a multiple of 1 KiB; fewer registers.
+            line = row if heads == 8 else (row // heads * heads * 4 + row % heads + j // 4 * heads) % 8
+            chunk = (2 * (j % 4) + pair // 2) ^ line
             store_shared_f32x2(address + chunk * 16 + pair % 2 * 8, [dq[4 * j + 2 * below + i] for i in range(2)])
 
     @cute.jit

@@ -66,7 +66,6 @@ class LoadSm90(StructureSm90):
         s_do, g_do = self.partition_rows(do_atom, shared.do.data_ptr(), do_map)
         s_k, g_k = self.partition_keys(k_atom, shared.k.data_ptr(), k_map)
         s_v, g_v = self.partition_keys(v_atom, shared.v.data_ptr(), v_map)
-        keep = Int64(EVICT_LAST)
         count, segment, loaded_head, loaded_block = Int32(0), Int32(0), Int32(-1), Int32(-1)
         for chunk in cutlass.range(cute.arch.block_idx()[0], descriptor[4], cute.arch.grid_dim()[0], unroll=1):
             begin, end = self.chunk_interval(chunk, descriptor)
@@ -80,13 +79,14 @@ class LoadSm90(StructureSm90):
                     row = Int32(-1)
                     if base + lane < self.slots:
                         row = task_qrows[task, base + lane]
-                    for slot in cutlass.range_constexpr(base, min(base + 32, self.slots)):
-                        token = cute.arch.shuffle_sync(row, slot - base)
-                        for half in cutlass.range_constexpr(1 if self.wide else 2):
-                            source = (None, head, half, token)
-                            target = (None, slot, half, stage)
-                            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full + stage, cache_policy=keep)
-                            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full + stage, cache_policy=keep)
+                    views = (q_atom, g_q, s_q, do_atom, g_do, s_do)
+                    if cutlass.const_expr(self.slots > 32):
+                        # Unrolled, they would take more than a producer's registers.
+                        for slot in cutlass.range(base, base + 32, unroll=1):
+                            self.load_slot(*views, full + stage, head, row, slot, base, stage)
+                    else:
+                        for slot in cutlass.range_constexpr(self.slots):
+                            self.load_slot(*views, full + stage, head, row, slot, base, stage)
                 if task == begin or head != loaded_head or block != loaded_block:
                     loaded_head, loaded_block = head, block
                     cute.arch.mbarrier_wait(kv_empty, (segment % 2) ^ 1)
@@ -96,6 +96,29 @@ class LoadSm90(StructureSm90):
                     cute.copy(v_atom, g_v[None, head, block], s_v, tma_bar_ptr=kv_full)
                     segment += 1
                 count += 1
+
+    @cute.jit
+    def load_slot(
+        self,
+        q_atom: Any,
+        g_q: cute.Tensor,
+        s_q: cute.Tensor,
+        do_atom: Any,
+        g_do: cute.Tensor,
+        s_do: cute.Tensor,
+        full: Any,
+        head: Int32,
+        row: Int32,
+        slot: Int32,
+        base: cutlass.Constexpr,
+        stage: Int32,
+    ) -> None:
+        """Q and dO of the token that lane ``slot - base`` knows; no token gives zeros."""
+        keep, token = Int64(EVICT_LAST), cute.arch.shuffle_sync(row, slot - base)
+        for half in cutlass.range_constexpr(1 if self.wide else 2):
+            source, target = (None, head, half, token), (None, slot, half, stage)
+            cute.copy(q_atom, g_q[source], s_q[target], tma_bar_ptr=full, cache_policy=keep)
+            cute.copy(do_atom, g_do[source], s_do[target], tma_bar_ptr=full, cache_policy=keep)
 
     def partition_rows(self, atom: Any, base: Any, tensor_map: cute.Tensor) -> tuple[Any, Any]:
         """TMA views of Q or dO: shared (box, slot, column half, stage), global (box, kv head, column half, token)."""

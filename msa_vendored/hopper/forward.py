@@ -1,10 +1,10 @@
-"""``sparse_atten_func`` on SM90: three kernels on the caller's stream, without a word from the device to the host.
+"""``sparse_atten_func`` on SM90: two kernels on the caller's stream, without a word from the device to the host.
 
 1. :mod:`~msa_vendored.hopper.segments` orders the selected (query, key block) pairs by windows of tokens;
-2. :mod:`~msa_vendored.hopper.forward_main` computes one partial output for each pair;
-3. :mod:`~msa_vendored.hopper.combine` merges the partial outputs of a query.
+2. :mod:`~msa_vendored.hopper.forward_main` computes one partial output for each pair, and some of its CTAs merge the
+   partial outputs of a window's queries (:mod:`~msa_vendored.hopper.combine`) while others are at the next windows.
 
-Tokens go through 2 and 3 in chunks, so that the workspace stays below :data:`PARTIAL_BUDGET_BYTES` however long the
+Tokens go through 2 in chunks, so that the workspace stays below :data:`PARTIAL_BUDGET_BYTES` however long the
 sequence is: 256 KiB of partial outputs a token at 64 heads and top-k 16.
 """
 
@@ -40,6 +40,8 @@ QUERIES_PER_CELL = 32
 """Windows grow with the number of key blocks, so that a key block is loaded for this many queries on average."""
 SEGMENT_ROWS = 2048
 """Most rows (queries x heads) of one segment, 32 tiles: bounds the tail of the last CTAs."""
+MERGE_CTAS, OF_CTAS = 27, 132
+"""Of so many CTAs, so many merge only: 67 GB/s each, as long as the others take on an H200 (docs/hopper_log.md)."""
 SMALLEST_SCALE = 1e-30
 """Stands for a softmax scale of 0, which would turn masked logits into -inf * 0 = NaN."""
 
@@ -53,8 +55,9 @@ class ForwardPlan:
         windows: number of windows.
         windows_per_chunk: windows whose partial outputs are kept at a time.
         chunks: number of chunks.
-        segment_capacity: segments of a chunk at most, whatever the selection is.
+        segment_capacity: segments of a window at most, whatever the selection is.
         segment_queries: most queries of a segment.
+        merge_ctas: CTAs that only merge.
     """
 
     window_tokens: int
@@ -63,6 +66,7 @@ class ForwardPlan:
     chunks: int
     segment_capacity: int
     segment_queries: int
+    merge_ctas: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -78,6 +82,7 @@ def plan_forward(
     index_heads: int,
     ratio: int,
     schedule_items: int,
+    ctas: int,
     budget_bytes: int = PARTIAL_BUDGET_BYTES,
 ) -> ForwardPlan:
     """Windows, chunks and the capacity of the segment table.
@@ -89,6 +94,7 @@ def plan_forward(
         index_heads: key heads.
         ratio: query heads per key head.
         schedule_items: rows of ``scheduler_metadata``.
+        ctas: persistent CTAs.
         budget_bytes: most bytes of partial outputs.
     """
     blocks = -(-max_seqlen_k // BLOCK_SIZE)
@@ -99,10 +105,12 @@ def plan_forward(
     window_bytes = window * index_heads * ratio * topk * HEAD_DIM * 2
     per_chunk = min(windows, max(1, budget_bytes // window_bytes))
     queries = max(1, SEGMENT_ROWS // ratio)
-    edges = min(total_q, per_chunk * window) * topk * index_heads
-    # One segment for each item and window that meet, and one more for each `queries` edges.
-    capacity = min(edges, schedule_items * per_chunk) + edges // queries
-    return ForwardPlan(window, windows, per_chunk, -(-windows // per_chunk), capacity, queries)
+    edges = min(total_q, window) * topk * index_heads
+    # One segment for each item that has queries in the window, and one more for each `queries` edges.
+    capacity = min(edges, schedule_items) + edges // queries
+    # None for a single window, of which little can be merged before all is computed.
+    merge_ctas = ctas * MERGE_CTAS // OF_CTAS if windows > 1 else 0
+    return ForwardPlan(window, windows, per_chunk, -(-windows // per_chunk), capacity, queries, merge_ctas)
 
 
 def sparse_atten_func(
@@ -208,7 +216,7 @@ def sparse_atten_func(
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         plan = plan_forward(
             q.shape[0], max_seqlen_k, topk=topK, index_heads=k.shape[1], ratio=ratio,
-            schedule_items=schedule.scheduler_metadata.shape[0],
+            schedule_items=schedule.scheduler_metadata.shape[0], ctas=count_multiprocessors(q.device),
         )  # fmt: skip
         run_forward(
             q, aligned_operand(k), aligned_operand(v), k2q_row_ptr, schedule, cu_seqlens_q, cu_seqlens_k, plan,
@@ -238,44 +246,33 @@ def run_forward(
     lse: torch.Tensor,
 ) -> None:
     """Launch the kernels on checked, aligned operands. ``scale`` is positive."""
-    from msa_vendored.hopper.combine import compile_combine
     from msa_vendored.hopper.forward_main import compile_forward
     from msa_vendored.hopper.segments import COUNTER_FIELDS, SEGMENT_FIELDS, compile_segments
 
-    ratio, total_q, index_heads = q.shape[1] // k.shape[1], q.shape[0], k.shape[1]
+    ratio, index_heads = q.shape[1] // k.shape[1], k.shape[1]
     qsplit_indices = schedule.qsplit_indices.contiguous()
     build = load_kernel(compile_segments, arch=ARCH)
-    main = load_kernel(compile_forward, arch=ARCH, ratio=ratio, topk=topk)
-    combine = load_kernel(compile_combine, arch=ARCH, ratio=ratio, topk=topk, scaled=output_scale is not None)
-    segments = q.new_empty((plan.chunks, plan.segment_capacity, SEGMENT_FIELDS), dtype=torch.int32)
-    counters = q.new_zeros((plan.chunks, COUNTER_FIELDS), dtype=torch.int32)
+    attend = load_kernel(compile_forward, arch=ARCH, ratio=ratio, topk=topk, scaled=output_scale is not None)
+    segments = q.new_empty((plan.windows, plan.segment_capacity, SEGMENT_FIELDS), dtype=torch.int32)
+    bucket_rows = plan.chunks * index_heads * plan.windows_per_chunk
+    counters = q.new_zeros((plan.chunks + bucket_rows, COUNTER_FIELDS), dtype=torch.int32)
+    tickets, buckets = counters[: plan.chunks], counters[plan.chunks :]
     build(
         schedule.scheduler_metadata.contiguous(), schedule.work_count, row_ptr.contiguous(), qsplit_indices,
-        cu_seqlens_q, cu_seqlens_k, segments, counters, plan.window_tokens, plan.windows, plan.windows_per_chunk,
+        cu_seqlens_q, cu_seqlens_k, segments, buckets, plan.window_tokens, plan.windows_per_chunk,
         plan.segment_queries, int(causal),
     )  # fmt: skip
-    tokens = min(total_q, plan.chunk_tokens)
+    tokens = min(q.shape[0], plan.chunk_tokens)
     partial_out = q.new_empty(tokens * q.shape[1] * topk * HEAD_DIM)
     partial_lse = q.new_empty((tokens, index_heads, topk * ratio), dtype=torch.float32)
     split_counts = schedule.split_counts.contiguous()
     factor = lse if output_scale is None else output_scale.contiguous()
-    ctas = count_multiprocessors(q.device)
     for chunk in range(plan.chunks):
-        first = chunk * plan.chunk_tokens
-        main(
-            q, k, v, qsplit_indices.view(-1), segments, counters, partial_out, partial_lse, chunk, first,
-            scale * math.log2(math.e), ctas,
+        attend(
+            q, k, v, qsplit_indices.view(-1), segments, tickets, buckets, split_counts, partial_out, partial_lse, out,
+            lse, factor.view(-1), chunk, plan.window_tokens, plan.windows_per_chunk, scale * math.log2(math.e),
+            count_multiprocessors(q.device), plan.merge_ctas,
         )  # fmt: skip
-        combine(
-            partial_out,
-            partial_lse.view(-1),
-            split_counts,
-            out,
-            lse,
-            factor.view(-1),
-            first,
-            min(tokens, total_q - first),
-        )
 
 
 @functools.cache

@@ -1,16 +1,20 @@
-"""Main pass of the sparse forward on SM90: partial outputs of one (query, key block) pair after another.
+"""The sparse forward on SM90: partial outputs of (query, key block) pairs, and their sums, in one persistent kernel.
 
-A persistent CTA takes segments (:mod:`msa_vendored.hopper.segments`) from a counter. K and V of the segment's key block
-stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times the
-heads of the group, gathered by tensor copies of one query each. Roles, in warpgroups of 128 threads:
+Most CTAs compute. One takes segments (:mod:`msa_vendored.hopper.segments`) from a counter. K and V of the segment's key
+block stay in shared memory while its queries stream through: 64 rows a tile, which are ``64 // ratio`` queries times
+the heads of the group. Roles, in warpgroups of 128 threads:
 
 - 0, 1, 2: each takes every third tile: S = Q K^T (64 x 128), softmax within the block, O = P V with P as register
   operand, then the normalised O as bf16 into the place of its Q. The warpgroups are independent, so that the tensor
   cores work for one while the others are in softmax.
-- 3: warp 0 takes segments and issues all copies to shared memory; warp 1 clears rows of V past the end of a document,
-  where the next document's values may be infinite or NaN, and 0 * NaN would spread; warp 2 issues the copies of O to
-  device memory, one of 4 KB for each query at 16 heads. Consumers that stored O themselves waited for memory for a
-  third of their time.
+- 3: warp 0 takes segments and issues all copies to shared memory (:mod:`msa_vendored.hopper.forward_loader`); warp 1
+  clears rows of V past the end of a document, where the next document's values may be infinite or NaN, and 0 * NaN
+  would spread; warp 2 issues the copies of O to device memory, one of 4 KB for each query at 16 heads, and counts
+  finished segments.
+
+The other CTAs, and those that compute once there is nothing left, merge (:mod:`msa_vendored.hopper.combine`), bucket by
+bucket in the order of the segments, behind those that compute, and wait for counters. Nobody who computes waits for a
+merge, so that there is no deadlock however few CTAs run at the same time.
 
 128 registers a thread suffice, since O takes over the registers of S.
 """
@@ -26,17 +30,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from msa_vendored.compiling import compile_options
+from msa_vendored.hopper.combine import WARP_ELEMENTS, PartialMerger
+from msa_vendored.hopper.forward_loader import BLOCK, HEAD_DIM, KV_STAGES, Q_STAGES, ROWS, ForwardLoader
 from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
 
-HEAD_DIM = 128
-BLOCK = 128
-ROWS = 64
-Q_STAGES = 6
-KV_STAGES = 2
 CONSUMERS = 3
 LOADER, CLEANER, STORER = 4 * CONSUMERS, 4 * CONSUMERS + 1, 4 * CONSUMERS + 2
 THREADS = 32 * (STORER + 1)
-KV_BYTES = 2 * BLOCK * HEAD_DIM * 2
 
 
 class ForwardMain:
@@ -45,19 +45,15 @@ class ForwardMain:
     Args:
         ratio: query heads per index head, 1 to 16.
         topk: slots of a query in the partial outputs.
+        scaled: whether the output is multiplied by a float32 in device memory.
     """
 
-    def __init__(self, ratio: int, topk: int) -> None:
+    def __init__(self, ratio: int, topk: int, scaled: bool) -> None:
         self.ratio, self.topk = ratio, topk
+        self.merger = PartialMerger(ratio, topk, scaled)
         self.queries = ROWS // ratio
-        self.q_bytes = self.queries * ratio * HEAD_DIM * 2
-        # Entries of the selection are read for several tiles at once, a batch ahead: a load takes as long as a tile.
-        self.batch = max(1, 32 // self.queries)
-        # A box of Q is [column, head, half, head group] of one query. If its heads are whole groups of 8 rows, in which
-        # wgmma counts, one box has both halves of the columns; else there is a box for each half.
-        self.boxes = 1 if ratio % 8 == 0 else 2
-        self.box = (64, 8, 2, ratio // 8) if self.boxes == 1 else (64, ratio, 1, 1)
-        self.words = -(-self.batch * self.queries // 32)
+        self.loader = ForwardLoader(ratio)
+        self.boxes, self.box = self.loader.boxes, self.loader.box
 
     @cute.jit
     def __call__(
@@ -67,16 +63,23 @@ class ForwardMain:
         v: cute.Tensor,
         qsplit_indices: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        tickets: cute.Tensor,
+        buckets: cute.Tensor,
+        split_counts: cute.Tensor,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        output_scale: cute.Tensor,
         chunk: Int32,
-        first_token: Int32,
+        window_tokens: Int32,
+        windows_per_chunk: Int32,
         scale_log2: Float32,
         ctas: Int32,
+        merge_ctas: Int32,
         stream: Any,
     ) -> None:
-        """Launch ``ctas`` persistent CTAs over the segments of one chunk; the partials begin with ``first_token``."""
+        """Launch ``ctas`` persistent CTAs over one chunk, of which ``merge_ctas`` do nothing but merge."""
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         kv_layout = cute.tile_to_shape(swizzled, (BLOCK, HEAD_DIM, KV_STAGES), order=(0, 1, 2))
         # Distances of groups of 8 rows and of halves in a tile of Q: a row of a box is one swizzle span of 64 columns.
@@ -109,7 +112,8 @@ class ForwardMain:
         )  # fmt: skip
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, qk_mma, pv_mma, q_layout, kv_layout, qsplit_indices, segments,
-            counters, partial_out, partial_lse, chunk, first_token, scale_log2,
+            tickets, buckets, split_counts, partial_out, partial_lse, out, lse, output_scale, chunk, window_tokens,
+            windows_per_chunk, scale_log2, merge_ctas,
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -127,25 +131,36 @@ class ForwardMain:
         kv_layout: cute.ComposedLayout,
         qsplit_indices: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        tickets: cute.Tensor,
+        buckets: cute.Tensor,
+        split_counts: cute.Tensor,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        output_scale: cute.Tensor,
         chunk: Int32,
-        first_token: Int32,
+        window_tokens: Int32,
+        windows_per_chunk: Int32,
         scale_log2: Float32,
+        merge_ctas: Int32,
     ) -> None:
         """Set up shared memory and barriers, then one role for each warpgroup."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.utils.SmemAllocator()
-        # 96 KB of Q, 64 KB each of K and V, and a little bookkeeping.
-        tiles = smem.allocate_tensor(BFloat16, cute.make_layout((ROWS * HEAD_DIM, Q_STAGES)), byte_alignment=1024)
-        q_smem = cute.make_tensor(cute.recast_ptr(tiles.iterator, q_layout.inner, dtype=BFloat16), q_layout.outer)
-        k_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
-        v_smem = smem.allocate_tensor(BFloat16, kv_layout.outer, byte_alignment=1024, swizzle=kv_layout.inner)
+        # 96 KB of Q, 64 KB each of K and V, or what merges need, and a little bookkeeping.
+        q_elements, kv_elements = Q_STAGES * ROWS * HEAD_DIM, KV_STAGES * BLOCK * HEAD_DIM
+        elements = max(q_elements + 2 * kv_elements, 4 * CONSUMERS * WARP_ELEMENTS)
+        storage = smem.allocate_tensor(BFloat16, cute.make_layout(elements), byte_alignment=1024).iterator
+        tiles = cute.make_tensor(storage, cute.make_layout((ROWS * HEAD_DIM, Q_STAGES)))
+        q_smem = self.view(storage, q_layout)
+        k_smem = self.view(storage + q_elements, kv_layout)
+        v_smem = self.view(storage + (q_elements + kv_elements), kv_layout)
         barriers = smem.allocate_array(Int64, 3 * Q_STAGES + 3 * KV_STAGES)
         info = smem.allocate_tensor(Int32, cute.make_layout((SEGMENT_FIELDS, KV_STAGES)), byte_alignment=8)
         meta = smem.allocate_tensor(Int32, cute.make_layout((self.queries + 1, Q_STAGES)), byte_alignment=8)
+        arrival = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         # A stage of tiles goes from Q to O to empty, one of K and V from full to clean to empty.
         q_full, o_full, q_empty = barriers, barriers + Q_STAGES, barriers + 2 * Q_STAGES
         kv_full, kv_empty = barriers + 3 * Q_STAGES, barriers + 3 * Q_STAGES + KV_STAGES
@@ -160,28 +175,51 @@ class ForwardMain:
                 cute.arch.mbarrier_init(kv_empty + i, 4 * CONSUMERS + 1)
                 cute.arch.mbarrier_init(v_clean + i, 1)
             cute.arch.mbarrier_init_fence()
+            arrival[0] = cute.arch.atomic_add(
+                tickets.iterator + (chunk * COUNTER_FIELDS + 2), Int32(1), sem="relaxed", scope="gpu"
+            )
         if thread < Q_STAGES:
             # What rows beyond the last query of a tile read.
             meta[self.queries, thread] = -1
         if const_expr(self.queries * self.ratio < ROWS):
             self.clear_unused_rows(q_smem, thread)
         cute.arch.sync_threads()
-        if warp == LOADER:
-            self.load(
-                q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
-                kv_full, kv_empty, qsplit_indices, segments, counters, chunk,
+        chunk_buckets = partial_lse.shape[1] * windows_per_chunk
+        # By the order of their start, merging CTAs are spread evenly. They wait for those that compute, which wait for
+        # nobody: if other kernels hold the rest of the device, those start when these are through.
+        computes = (arrival[0] * merge_ctas) % cute.arch.grid_dim()[0] >= merge_ctas
+        if computes:
+            if warp == LOADER:
+                self.loader.load(
+                    q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, q_smem, k_smem, v_smem, meta, info, q_full, q_empty,
+                    kv_full, kv_empty, qsplit_indices, segments, tickets, buckets, chunk, chunk_buckets,
+                    windows_per_chunk,
+                )  # fmt: skip
+            elif warp == CLEANER:
+                self.clear_tails(v_smem, info, kv_full, v_clean)
+            elif warp == STORER:
+                self.store_tiles(
+                    tiles, meta, info, o_full, q_empty, kv_full, kv_empty, partial_out, partial_lse.shape[1],
+                    chunk * windows_per_chunk * window_tokens, buckets,
+                )  # fmt: skip
+            else:
+                self.consume(
+                    qk_mma, pv_mma, tiles, q_smem, k_smem, v_smem, meta, info, q_full, o_full, kv_full, kv_empty,
+                    v_clean, partial_lse, chunk * windows_per_chunk * window_tokens, scale_log2,
+                )  # fmt: skip
+            if warp < 4 * CONSUMERS or warp == STORER:
+                # Shared memory is used anew.
+                cute.arch.barrier(barrier_id=1 + CONSUMERS, number_of_threads=128 * CONSUMERS + 32)
+        if warp < 4 * CONSUMERS:
+            self.merger.merge(
+                storage + warp * WARP_ELEMENTS, partial_out, partial_lse, split_counts, out, lse, output_scale,
+                tickets, buckets, chunk, window_tokens, windows_per_chunk,
             )  # fmt: skip
-        elif warp == CLEANER:
-            self.clear_tails(v_smem, info, kv_full, v_clean)
-        elif warp == STORER:
-            self.store_tiles(
-                tiles, meta, info, o_full, q_empty, kv_full, kv_empty, partial_out, partial_lse.shape[1], first_token
-            )
-        else:
-            self.consume(
-                qk_mma, pv_mma, tiles, q_smem, k_smem, v_smem, meta, info, q_full, o_full, kv_full, kv_empty, v_clean,
-                partial_lse, first_token, scale_log2,
-            )  # fmt: skip
+
+    @cute.jit
+    def view(self, storage: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+        """Shared memory with a swizzled layout."""
+        return cute.make_tensor(cute.recast_ptr(storage, layout.inner, dtype=BFloat16), layout.outer)
 
     @cute.jit
     def clear_unused_rows(self, q_smem: cute.Tensor, thread: Int32) -> None:
@@ -194,185 +232,6 @@ class ForwardMain:
                 q_smem[used + i // HEAD_DIM, i % HEAD_DIM, stage] = BFloat16(0.0)
                 i += THREADS
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def load(
-        self,
-        q_atom: cute.CopyAtom,
-        q_tma: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k_tma: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tma: cute.Tensor,
-        q_smem: cute.Tensor,
-        k_smem: cute.Tensor,
-        v_smem: cute.Tensor,
-        meta: cute.Tensor,
-        info: cute.Tensor,
-        q_full: cute.Pointer,
-        q_empty: cute.Pointer,
-        kv_full: cute.Pointer,
-        kv_empty: cute.Pointer,
-        qsplit_indices: cute.Tensor,
-        segments: cute.Tensor,
-        counters: cute.Tensor,
-        chunk: Int32,
-    ) -> None:
-        """The producer warp: segments in the order of the counter, K, V, then the queries of each."""
-        lane = cute.arch.lane_idx()
-        # [box, query, half, stage]: where the boxes of a query go.
-        group, half = (1024, 512) if const_expr(self.boxes == 1) else (0, ROWS * 64)
-        q_boxes = cute.make_tensor(
-            q_smem.iterator,
-            cute.make_layout(
-                (self.box, self.queries, self.boxes, Q_STAGES),
-                stride=((1, 64, half, group), self.ratio * HEAD_DIM // self.boxes, half, ROWS * HEAD_DIM),
-            ),
-        )
-        written = counters[chunk, 0]
-        segment = cute.arch.shuffle_sync(self.take_segment(counters, chunk, lane), 0)
-        next_field = self.read_segment(segments, chunk, segment, written, lane)
-        packed = self.read_queries(
-            qsplit_indices, cute.arch.shuffle_sync(next_field, 0), cute.arch.shuffle_sync(next_field, 1), lane
-        )
-        kv_stage, kv_phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
-        while segment < written:
-            field = next_field
-            entry = cute.arch.shuffle_sync(field, 0)
-            count = cute.arch.shuffle_sync(field, 1)
-            head = cute.arch.shuffle_sync(field, 2)
-            key_row = cute.arch.shuffle_sync(field, 3)
-            query_base = cute.arch.shuffle_sync(field, 5)
-            following = self.take_segment(counters, chunk, lane)
-            cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
-            if lane < SEGMENT_FIELDS:
-                info[lane, kv_stage] = field
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(kv_full + kv_stage, KV_BYTES)
-            self.load_block(k_atom, k_tma, k_smem, key_row, head, kv_stage, kv_full + kv_stage)
-            self.load_block(v_atom, v_tma, v_smem, key_row, head, kv_stage, kv_full + kv_stage)
-            kv_stage += 1
-            if kv_stage == KV_STAGES:
-                kv_stage, kv_phase = Int32(0), kv_phase ^ 1
-            # The next segment is read while this one's tiles go out.
-            segment = cute.arch.shuffle_sync(following, 0)
-            next_field = self.read_segment(segments, chunk, segment, written, lane)
-            while count > 0:
-                entry += self.batch * self.queries
-                remaining = count - self.batch * self.queries
-                if remaining <= 0:
-                    entry = cute.arch.shuffle_sync(next_field, 0)
-                    remaining = cute.arch.shuffle_sync(next_field, 1)
-                upcoming = self.read_queries(qsplit_indices, entry, remaining, lane)
-                step = Int32(0)
-                while step < self.batch and count > 0:
-                    cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
-                    self.publish_queries(meta, packed, step, q_stage, lane)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, self.q_bytes)
-                    self.load_queries(q_atom, q_tma, q_boxes, packed, step, query_base, head, q_stage, q_full + q_stage)
-                    q_stage += 1
-                    if q_stage == Q_STAGES:
-                        q_stage, q_phase = Int32(0), q_phase ^ 1
-                    count -= self.queries
-                    step += 1
-                for i in cutlass.range_constexpr(self.words):
-                    packed[i] = upcoming[i]
-        # A segment without queries tells the others to leave.
-        cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
-        if lane < SEGMENT_FIELDS:
-            info[lane, kv_stage] = 0
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(kv_full + kv_stage)
-
-    @cute.jit
-    def take_segment(self, counters: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The next segment of the chunk, in lane 0; nothing waits for it yet."""
-        segment = Int32(0)
-        if lane == 0:
-            segment = cute.arch.atomic_add(
-                counters.iterator + chunk * COUNTER_FIELDS + 1, Int32(1), sem="relaxed", scope="gpu"
-            )
-        return segment
-
-    @cute.jit
-    def read_segment(self, segments: cute.Tensor, chunk: Int32, segment: Int32, written: Int32, lane: Int32) -> Int32:
-        """A field of a segment in each of the first lanes; 0 past the last one."""
-        field = Int32(0)
-        if lane < SEGMENT_FIELDS and segment < written:
-            field = segments[chunk, segment, lane]
-        return field
-
-    @cute.jit
-    def read_queries(self, qsplit_indices: cute.Tensor, entry: Int32, count: Int32, lane: Int32) -> cute.Tensor:
-        """Packed queries of the next batch of tiles, spread over the lanes; -1 past the segment's end."""
-        packed = cute.make_rmem_tensor(self.words, Int32)
-        for i in cutlass.range_constexpr(self.words):
-            packed[i] = Int32(-1)
-            place = lane + 32 * i
-            if place < self.batch * self.queries and place < count:
-                packed[i] = qsplit_indices[entry + place]
-        return packed
-
-    @cute.jit
-    def publish_queries(self, meta: cute.Tensor, packed: cute.Tensor, step: Int32, stage: Int32, lane: Int32) -> None:
-        """Show the packed queries of one tile of the batch to the consumers."""
-        for i in cutlass.range_constexpr(-(-self.queries // 32)):
-            value = packed[i]
-            if const_expr(self.batch > 1):
-                value = cute.arch.shuffle_sync(packed[0], (step * self.queries + lane) % 32)
-            if lane + 32 * i < self.queries:
-                meta[lane + 32 * i, stage] = value
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def load_block(
-        self,
-        atom: cute.CopyAtom,
-        tma: cute.Tensor,
-        smem: cute.Tensor,
-        row: Int32,
-        head: Int32,
-        stage: Int32,
-        barrier: cute.Pointer,
-    ) -> None:
-        """128 rows of K or V from ``row`` on; rows past the tensor's end come as zeros."""
-        block = cute.local_tile(cute.domain_offset((row, 0, 0), tma)[None, None, head], (BLOCK, HEAD_DIM), (0, 0))
-        target, source = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        cute.copy(atom, source, target[None, stage], tma_bar_ptr=barrier)
-
-    @cute.jit
-    def load_queries(
-        self,
-        atom: cute.CopyAtom,
-        tma: cute.Tensor,
-        boxes: cute.Tensor,
-        packed: cute.Tensor,
-        step: Int32,
-        query_base: Int32,
-        head: Int32,
-        stage: Int32,
-        barrier: cute.Pointer,
-    ) -> None:
-        """One tile of Q, query by query. Unused places load rows past the end of q, which come as zeros."""
-        # [box, 1, 1, half, head group, token]
-        source_all = cute.group_modes(cute.flat_divide(tma, self.box), 0, 4)
-        target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), boxes, source_all)
-        tokens = cute.size(tma, mode=[4])
-        for i in cutlass.range(self.queries, unroll=min(8, self.queries)):
-            value = packed[0]
-            if const_expr(self.words > 1):
-                value = packed[0] if i < 32 else packed[1]
-            value = cute.arch.shuffle_sync(value, (step * self.queries + i) % 32)
-            token = query_base + (value & QUERY_MASK) if value >= 0 else tokens
-            for half in cutlass.range_constexpr(self.boxes):
-                cute.copy(
-                    atom, source[None, 0, 0, half, head, token], target[None, i, half, stage], tma_bar_ptr=barrier
-                )
 
     @cute.jit
     def clear_tails(self, v_smem: cute.Tensor, info: cute.Tensor, kv_full: cute.Pointer, v_clean: cute.Pointer) -> None:
@@ -415,19 +274,25 @@ class ForwardMain:
         partial_out: cute.Tensor,
         index_heads: Int32,
         first_token: Int32,
+        buckets: cute.Tensor,
     ) -> None:
-        """Copy O of every tile to device memory, a query by each lane, and hand its stage to the loader."""
+        """Copy O of every tile to device memory, a query by each lane, and hand its stage to the loader.
+
+        A segment is counted for its bucket once it is in memory, looked at after the next segment's first tile.
+        """
         lane = cute.arch.lane_idx()
         policy = cute.arch.inline_ptx(
             "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64]
         )
         kv_stage, kv_phase, stage, phase, running = Int32(0), Int32(0), Int32(0), Int32(0), Int32(1)
+        stored = Int32(-1)
         while running != 0:
             cute.arch.mbarrier_wait(kv_full + kv_stage, kv_phase)
             running = info[1, kv_stage]
             if running != 0:
                 index_head = info[2, kv_stage]
                 base = info[5, kv_stage] - first_token
+                row = info[7, kv_stage]
                 self.leave(kv_empty + kv_stage)
                 kv_stage += 1
                 if kv_stage == KV_STAGES:
@@ -454,7 +319,23 @@ class ForwardMain:
                     if stage == Q_STAGES:
                         stage, phase = Int32(0), phase ^ 1
                     left -= self.queries
+                    if stored >= 0:
+                        cute.arch.cp_async_bulk_wait_group(1, read=False)
+                        self.count_segment(buckets, stored)
+                        stored = Int32(-1)
+                stored = row
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if stored >= 0:
+            self.count_segment(buckets, stored)
+
+    @cute.jit
+    def count_segment(self, buckets: cute.Tensor, row: Int32) -> None:
+        """Count a segment for its bucket, and let go with it what this warp has copied and seen of other warps."""
+        cute.arch.fence_proxy("async")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            counter = buckets.iterator + (row * COUNTER_FIELDS + 1)
+            cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def leave(self, barrier: cute.Pointer) -> None:
@@ -513,8 +394,6 @@ class ForwardMain:
                 cute.arch.mbarrier_wait(v_clean + kv_stage, kv_phase)
                 while ahead < tile_count:
                     cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
-                    packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
-                    packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
                     # Fresh fragments for each tile: an accumulator that outlives its tile would be an operand of the
                     # next product as well, and 64 registers stay taken.
                     s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
@@ -522,22 +401,31 @@ class ForwardMain:
                     # O takes the registers of S, of the same shape: ptxas would give it 64 others.
                     o = s
                     self.multiply(qk_mma, s, s_q[None, None, None, q_stage], s_k[None, None, None, kv_stage])
+                    packed_0 = meta[cutlass.min(row // self.ratio, self.queries), q_stage]
+                    packed_1 = meta[cutlass.min((row + 8) // self.ratio, self.queries), q_stage]
                     limit_0 = cutlass.min((packed_0 & QUERY_MASK) + shift, keys - 1)
                     limit_1 = cutlass.min((packed_1 & QUERY_MASK) + shift, keys - 1)
+                    warpgroup.wait_group(0)
                     sums = self.softmax(s, p, limit_0, limit_1, lane, scale_log2)
                     self.multiply(pv_mma, o, p, o_v[None, None, None, kv_stage])
+                    for half in cutlass.range_constexpr(2):
+                        packed = packed_1 if half else packed_0
+                        if packed >= 0 and lane % 4 == 0:
+                            token = query_base + (packed & QUERY_MASK) - first_token
+                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
+                            lse = partial_lse.iterator + (place * self.ratio + (row + 8 * half) % self.ratio)
+                            level = sums[half, 1] + cute.math.log2(sums[half, 0], fastmath=False)
+                            cute.make_tensor(lse, cute.make_layout(1))[0] = level
+                    inverses = [self.invert(sums[half, 0]) for half in range(2)]
+                    warpgroup.wait_group(0)
                     # O takes the place of Q, which all warps of the group have used.
                     cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
                     for half in cutlass.range_constexpr(2):
                         packed = packed_1 if half else packed_0
                         if packed >= 0:
-                            token = query_base + (packed & QUERY_MASK) - first_token
-                            place = (Int64(token) * index_heads + index_head) * self.topk + (packed >> 24)
-                            head = (row + 8 * half) % self.ratio
                             query = (row + 8 * half) // self.ratio
-                            self.store_row(
-                                o, tiles[None, q_stage], partial_lse, half, query, place, head, lane % 4, sums
-                            )
+                            head = (row + 8 * half) % self.ratio
+                            self.store_row(o, tiles[None, q_stage], half, query, head, lane % 4, inverses[half])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.leave(o_full + q_stage)
                     q_stage += CONSUMERS
@@ -552,7 +440,7 @@ class ForwardMain:
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, target: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
-        """``target = a b``, waited for."""
+        """``target = a b``, not waited for."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
@@ -560,7 +448,6 @@ class ForwardMain:
             cute.gemm(atom, target, a[None, None, step], b[None, None, step], target)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def softmax(
@@ -603,22 +490,26 @@ class ForwardMain:
         return sums
 
     @cute.jit
+    def invert(self, total: Float32) -> Float32:
+        """1 / total to 1 ulp, 0 for a row that sees no key. PTX, since a division would move behind the wait for O."""
+        inverse = cute.arch.inline_ptx(
+            "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[total]
+        )
+        return inverse if total > 0.0 else Float32(0.0)
+
+    @cute.jit
     def store_row(
         self,
         o: cute.Tensor,
         tile: cute.Tensor,
-        partial_lse: cute.Tensor,
         half: cutlass.Constexpr[int],
         query: Int32,
-        place: Int64,
         head: Int32,
         quad_lane: Int32,
-        sums: cute.Tensor,
+        inverse: Float32,
     ) -> None:
-        """One row of O, normalised, to the query's part of ``tile``, four pieces of 16 bytes, and its LSE in base 2."""
+        """One row of O, normalised, to the query's part of ``tile``, as four pieces of 16 bytes."""
         values = cute.make_tensor(o.iterator, cute.make_layout(ROWS))
-        total = sums[half, 0]
-        inverse = 1.0 / total if total > 0.0 else Float32(0.0)
         for group in cutlass.range_constexpr(4):
             piece = cute.make_rmem_tensor(8, BFloat16)
             scaled = cute.make_rmem_tensor(8, Float32)
@@ -629,9 +520,6 @@ class ForwardMain:
             offset = ((query * 4 + group) * self.ratio + head) * 32 + quad_lane * 8
             target = cute.make_tensor(tile.iterator + cute.assume(offset, divby=8), cute.make_layout(8))
             cute.autovec_copy(piece, target)
-        if quad_lane == 0:
-            slot = cute.make_tensor(partial_lse.iterator + (place * self.ratio + head), cute.make_layout(1))
-            slot[0] = sums[half, 1] + cute.math.log2(total, fastmath=False)
 
 
 @cute.jit
@@ -643,13 +531,15 @@ def store_bulk(target: cute.Pointer, source: cute.Pointer, size_bytes: int, poli
     )
 
 
-def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
-    """Compile the main pass.
+def compile_forward(*, arch: str, ratio: int, topk: int, scaled: bool) -> Any:
+    """Compile the forward.
 
     Call with ``q`` bf16 ``[T, Hq, 128]``, ``k`` and ``v`` ``[total_k, Hkv, 128]``, ``qsplit_indices`` int32, flat,
-    ``segments`` int32 ``[chunks, capacity, 8]``, ``counters`` int32 ``[chunks, 2]``, ``partial_out`` bf16, flat,
-    ``partial_lse`` float32 ``[tokens, Hkv, topk * ratio]``, int32 ``chunk, first_token``, float32 softmax scale times
-    log2(e) (positive), int32 ``ctas``.
+    ``segments`` int32 ``[windows, capacity, 8]``, ``tickets`` int32 ``[chunks, 8]``, ``buckets`` int32
+    ``[chunks * Hkv * windows_per_chunk, 8]``, ``split_counts`` int32 ``[T, Hkv]``, ``partial_out`` bf16, flat,
+    ``partial_lse`` float32 ``[tokens, Hkv, topk * ratio]``, ``out`` bf16 ``[T, Hq, 128]``, ``lse`` float32 ``[T, Hq]``,
+    ``output_scale`` float32 ``[>= 1]`` (not read unless ``scaled``), int32 ``chunk, window_tokens, windows_per_chunk``,
+    float32 softmax scale times log2(e) (positive), int32 ``ctas, merge_ctas``.
     """
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -658,13 +548,15 @@ def compile_forward(*, arch: str, ratio: int, topk: int) -> Any:
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
     size = cute.sym_int
-    keys, key_heads, chunks = size(), size(), size()
+    tokens, heads, keys, key_heads = size(), size(), size(), size()
     return cute.compile(
-        ForwardMain(ratio, topk),
-        fake(BFloat16, 16, size(), size(), HEAD_DIM), fake(BFloat16, 16, keys, key_heads, HEAD_DIM),
+        ForwardMain(ratio, topk, scaled),
+        fake(BFloat16, 16, tokens, heads, HEAD_DIM), fake(BFloat16, 16, keys, key_heads, HEAD_DIM),
         fake(BFloat16, 16, keys, key_heads, HEAD_DIM), fake(Int32, 4, size()),
-        fake(Int32, 4, chunks, size(), SEGMENT_FIELDS), fake(Int32, 4, chunks, COUNTER_FIELDS),
-        fake(BFloat16, 16, cute.sym_int64()), fake(Float32, 4, size(), key_heads, topk * ratio),
-        Int32(0), Int32(0), Float32(1.0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake(Int32, 4, size(), size(), SEGMENT_FIELDS), fake(Int32, 4, size(), COUNTER_FIELDS),
+        fake(Int32, 4, size(), COUNTER_FIELDS), fake(Int32, 4, tokens, key_heads), fake(BFloat16, 16, cute.sym_int64()),
+        fake(Float32, 4, size(), key_heads, topk * ratio), fake(BFloat16, 16, tokens, heads, HEAD_DIM),
+        fake(Float32, 4, tokens, heads), fake(Float32, 4, size()), Int32(0), Int32(1), Int32(1), Float32(1.0), Int32(1),
+        Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
     )  # fmt: skip

@@ -21,11 +21,28 @@ SEGMENT_FIELDS = 8
 """int32 fields of a segment: first entry of ``qsplit_indices``, queries, index head, first key row, keys in the block,
 first query row of the document, causal shift, 0. A query at local position i sees key j of the block if
 ``j <= i + shift``."""
-COUNTER_FIELDS = 2
-"""int32 counters of a chunk of tokens: segments written, segments taken by the main kernel."""
+COUNTER_FIELDS = 8
+"""int32 fields of a row of counters, a sector of the L2 cache. Of a chunk of tokens: segments taken, merge runs taken,
+CTAs started. Of a bucket, which is a window of tokens and an index head: segments written, segments finished, place of
+the first one in the window's part of the table, and with head 0 the window's segments so far. Buckets of a chunk are
+numbered head by head, since K and V of one head stay in the L2 cache for all windows."""
+POLL_NANOSECONDS = 500
+"""Between two looks at a counter: a bucket takes tens of microseconds, and all warps that wait poll one address."""
 UNMASKED_SHIFT = 1 << 30
 """Causal shift of a segment whose queries see all keys: above any position, and their sum fits int32."""
 QUERY_MASK = (1 << 24) - 1
+
+
+@cute.jit
+def await_count(counter: cute.Pointer, wanted: Int32, lane: Int32) -> None:
+    """Wait, as a warp, until CTAs have counted to ``wanted``, and see what they wrote before they counted.
+
+    An addition of 0, since the emulator follows atomic operations and would take a load for a race.
+    """
+    if lane == 0:
+        while cute.arch.atomic_add(counter, Int32(0), sem="acquire", scope="gpu") < wanted:
+            cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(POLL_NANOSECONDS)])
+    cute.arch.sync_warp()
 
 
 class BuildSegments:
@@ -41,19 +58,18 @@ class BuildSegments:
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        buckets: cute.Tensor,
         window_tokens: Int32,
-        windows: Int32,
         windows_per_chunk: Int32,
         max_queries: Int32,
         causal: Int32,
         stream: Any,
     ) -> None:
-        """Launch. ``segments`` is int32 ``[chunks, capacity, 8]``, ``counters`` int32 ``[chunks, 2]``, zeroed."""
+        """Launch. ``segments`` is int32 ``[windows, capacity, 8]``, ``buckets`` the counters of each bucket, zeroed."""
         self.kernel(
-            scheduler_metadata, work_count, row_ptr, qsplit_indices, cu_seqlens_q, cu_seqlens_k, segments, counters,
+            scheduler_metadata, work_count, row_ptr, qsplit_indices, cu_seqlens_q, cu_seqlens_k, segments, buckets,
             window_tokens, windows_per_chunk, max_queries, causal,
-        ).launch(grid=(windows, row_ptr.shape[0], 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+        ).launch(grid=(segments.shape[0], row_ptr.shape[0], 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -65,7 +81,7 @@ class BuildSegments:
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
         segments: cute.Tensor,
-        counters: cute.Tensor,
+        buckets: cute.Tensor,
         window_tokens: Int32,
         windows_per_chunk: Int32,
         max_queries: Int32,
@@ -93,11 +109,19 @@ class BuildSegments:
         if pieces > 0:
             place = cute.arch.atomic_add(shared.iterator, pieces, scope="cta", sem="relaxed")
         cute.arch.sync_threads()
-        chunk = window // windows_per_chunk
         if thread == 0:
+            chunk = window // windows_per_chunk
+            bucket = (chunk * row_ptr.shape[0] + head) * windows_per_chunk + window % windows_per_chunk
+            # The heads of a window share its part of the table, in any order.
             shared[1] = cute.arch.atomic_add(
-                counters.iterator + chunk * COUNTER_FIELDS, shared[0], scope="gpu", sem="relaxed"
+                buckets.iterator
+                + ((chunk * row_ptr.shape[0] * windows_per_chunk + window % windows_per_chunk) * COUNTER_FIELDS + 3),
+                shared[0],
+                scope="gpu",
+                sem="relaxed",
             )
+            buckets[bucket, 0] = shared[0]
+            buckets[bucket, 2] = shared[1]
         cute.arch.sync_threads()
         place += shared[1]
         item = thread
@@ -109,7 +133,7 @@ class BuildSegments:
                 document = scheduler_metadata[item, 4]
                 block = scheduler_metadata[item, 5]
                 self.write_pieces(
-                    segments, cu_seqlens_q, cu_seqlens_k, chunk, place, head * qsplit_indices.shape[1] + begin, count,
+                    segments, cu_seqlens_q, cu_seqlens_k, window, place, head * qsplit_indices.shape[1] + begin, count,
                     head, document, block, max_queries, causal,
                 )  # fmt: skip
                 place += (count + max_queries - 1) // max_queries
@@ -158,7 +182,7 @@ class BuildSegments:
         segments: cute.Tensor,
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_k: cute.Tensor,
-        chunk: Int32,
+        window: Int32,
         place: Int32,
         entry: Int32,
         count: Int32,
@@ -178,14 +202,14 @@ class BuildSegments:
         keys = cutlass.min(key_length - first_key, 128)
         done = Int32(0)
         while done < count:
-            segments[chunk, place, 0] = entry + done
-            segments[chunk, place, 1] = cutlass.min(count - done, max_queries)
-            segments[chunk, place, 2] = head
-            segments[chunk, place, 3] = key_base + first_key
-            segments[chunk, place, 4] = keys
-            segments[chunk, place, 5] = query_base
-            segments[chunk, place, 6] = shift
-            segments[chunk, place, 7] = 0
+            segments[window, place, 0] = entry + done
+            segments[window, place, 1] = cutlass.min(count - done, max_queries)
+            segments[window, place, 2] = head
+            segments[window, place, 3] = key_base + first_key
+            segments[window, place, 4] = keys
+            segments[window, place, 5] = query_base
+            segments[window, place, 6] = shift
+            segments[window, place, 7] = 0
             place += 1
             done += max_queries
 
@@ -194,8 +218,9 @@ def compile_segments(*, arch: str) -> Any:
     """Compile the segment builder; one for all shapes.
 
     Call with ``scheduler_metadata`` int32 ``[items, 6]``, ``work_count`` ``[1]``, ``row_ptr`` ``[Hkv, rows + 1]``,
-    ``qsplit_indices`` ``[Hkv, edges]``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``segments`` ``[chunks, capacity, 8]``,
-    ``counters`` ``[chunks, 2]``, and int32 ``window_tokens, windows, windows_per_chunk, max_queries, causal``.
+    ``qsplit_indices`` ``[Hkv, edges]``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``segments`` ``[windows, capacity, 8]``,
+    ``buckets`` ``[chunks * Hkv * windows per chunk, 8]``, and int32 ``window_tokens, windows_per_chunk, max_queries,
+    causal``.
     """
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -204,11 +229,11 @@ def compile_segments(*, arch: str) -> Any:
         return make_fake_compact_tensor(Int32, shape, stride_order=order, assumed_align=4)
 
     size = cute.sym_int
-    heads, documents, chunks = size(), size(), size()
+    heads, documents = size(), size()
     return cute.compile(
         BuildSegments(),
         fake(size(), 6), fake(1), fake(heads, size()), fake(heads, size()), fake(documents), fake(documents),
-        fake(chunks, size(), SEGMENT_FIELDS), fake(chunks, COUNTER_FIELDS),
-        Int32(1), Int32(1), Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake(size(), size(), SEGMENT_FIELDS), fake(size(), COUNTER_FIELDS),
+        Int32(1), Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch),
     )  # fmt: skip

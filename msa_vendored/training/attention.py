@@ -68,6 +68,7 @@ def sparse_attention(
         StalePlanError: (a ValueError) token counts differ from the micro-batch's.
         ArgumentValueError: (a ValueError) other shapes, dtypes, devices or ids, an unknown ``dq_accumulation``, or
             nothing the backend is built for.
+        UnsupportedArgumentError: (a NotImplementedError) a ``dq_accumulation`` that the backend's kernels do not have.
         UnavailableError: the backend cannot run here.
     """
     _require_shapes(q, k, v)

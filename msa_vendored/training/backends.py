@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from msa_vendored.backward.accumulation import choose_dq_accumulation
 from msa_vendored.errors import UnavailableError
 from msa_vendored.training.errors import ArgumentValueError
 
@@ -24,6 +25,9 @@ TOPK_CHOICES: Final = (4, 8, 16, 32)
 
 HEAD_RATIOS: Final = (1, 2, 4, 8, 16)
 """Query heads per key/value head that the official forward accepts."""
+
+_ARCH_OF: Final = {"sm90": "sm_90a", "sm100": "sm_100a"}
+"""Architecture that speaks for the backend; the kernels of sm_103a have what those of sm_100a have."""
 
 _BACKEND_OF: Final = {(10, 0): "sm100", (10, 3): "sm100", (9, 0): "sm90"}
 
@@ -123,6 +127,21 @@ def require_supported(backend: str, *, q: Tensor, softmax_scale: float) -> None:
                 got=str(got),
                 next_command='use the shape it is built for, or pass backend="reference"',
             )
+
+
+def require_accumulation(backend: str, dq_accumulation: str) -> None:
+    """Refuse a call whose backward the backend could not do, before its forward is launched.
+
+    Args:
+        backend: a resolved name.
+        dq_accumulation: a name, or ``""`` for the launcher's default.
+
+    Raises:
+        ArgumentValueError: (a ValueError) an unknown name.
+        UnsupportedArgumentError: (a NotImplementedError) the backend's kernels do not have it.
+    """
+    if backend != "reference":
+        choose_dq_accumulation(_ARCH_OF[backend], dq_accumulation or None)
 
 
 def backward_options(backend: str, dq_accumulation: str) -> dict[str, Any]:

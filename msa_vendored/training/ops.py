@@ -17,6 +17,7 @@ from msa_vendored.training.backends import (
     backward_options,
     bind_kernels,
     on_device_of,
+    require_accumulation,
     require_supported,
     resolve_backend,
 )
@@ -51,6 +52,7 @@ def launch_forward(
     """
     name = resolve_backend(backend or None, q.device)
     require_supported(name, q=q, softmax_scale=softmax_scale)
+    require_accumulation(name, dq_accumulation)
     bundle = bind_kernels(name)
     # The reference refuses unusable selections itself, and the index of SM90 notices them in passing.
     if check_selection and name == "sm100":

@@ -16,7 +16,8 @@ from pathlib import Path
 from msa_vendored.trees import Manifest
 from msa_vendored.vendoring.checks import verify_checkout
 from msa_vendored.vendoring.errors import PatchError, UsageError
-from msa_vendored.vendoring.lock import Lock, Pin, dump_lock, read_lock, read_manifest
+from msa_vendored.vendoring.lock import Lock, Pin, read_lock, read_manifest
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.pin_series import list_own_names, read_pin_series
 from msa_vendored.vendoring.publication import publish_files
 from msa_vendored.vendoring.rebase.content import read_content

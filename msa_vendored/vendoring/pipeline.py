@@ -14,7 +14,8 @@ from pathlib import Path
 from msa_vendored.trees import Manifest
 from msa_vendored.vendoring.built import BuiltTree, build_tree
 from msa_vendored.vendoring.errors import DriftError, UsageError
-from msa_vendored.vendoring.lock import Lock, Pin, dump_lock, read_lock, read_manifest
+from msa_vendored.vendoring.lock import Lock, Pin, read_lock, read_manifest
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.partials import hold_partial, remove_leftovers
 from msa_vendored.vendoring.pin_series import read_pin_series
 from msa_vendored.vendoring.publication import finish_publication

@@ -34,7 +34,7 @@ class Case:
         topk: selection width.
         key_heads: key heads.
         ratio: query heads for each.
-        dq_accumulation: option of ``run_backward``.
+        dq_accumulation: option of ``run_backward``; None is the architecture's default.
         softmax_scale: likewise.
         multiprocessors: of the pretended GPU; few give CTAs many tasks.
         resident_ctas: that run interleaved.
@@ -49,7 +49,7 @@ class Case:
     topk: int = 4
     key_heads: int = 1
     ratio: int = 16
-    dq_accumulation: str = "bf16"
+    dq_accumulation: str | None = None
     softmax_scale: float | None = None
     multiprocessors: int = 2
     resident_ctas: int = 2
@@ -98,6 +98,7 @@ class Emulated:
 
 def run(case: Case, arch: str, emulated: Emulated) -> Iterator[Result]:
     """Run a case under each of its schedules."""
+    from msa_vendored.backward.accumulation import choose_dq_accumulation
     from msa_vendored.backward.arguments import require_operands, require_scale
     from msa_vendored.backward.checks import aligned_operand
     from msa_vendored.backward.engine import launch
@@ -105,8 +106,9 @@ def run(case: Case, arch: str, emulated: Emulated) -> Iterator[Result]:
     from msa_vendored.backward.stages import Structure, load_stages
 
     operands, schedule, workspace, expected = make_problem(case)
-    sizes = require_operands(schedule, case.dq_accumulation, operands)
-    structure = Structure(arch, case.ratio, case.dq_accumulation, case.deterministic)
+    accumulation = choose_dq_accumulation(arch, case.dq_accumulation)
+    sizes = require_operands(schedule, accumulation, operands)
+    structure = Structure(arch, case.ratio, accumulation, case.deterministic)
     stages = load_stages(structure, load=emulated.load)
     aligned = tuple(aligned_operand(tensor) for tensor in operands.values())
     checks = ALL_CHECKS if case.checked else frozenset()

@@ -32,7 +32,14 @@ FLAGS = (
     "-pthread",
     "-w",
 )
-FILE_FLAGS = {"matmul.cpp": ("-ffp-contract=fast",)}  # nothing of PTX's arithmetic is in there
+UNITS = {
+    "alu": ("alu",),
+    "matmul": ("matmul",),
+    "warp": ("warp", "groups", "lanes", "memory", "atomics", "barriers", "copies"),
+}
+"""Files that are compiled together, in parallel with other units; what is not named here makes one unit more. A unit a
+file would read the same headers, half a second each, seventeen times."""
+UNIT_FLAGS = {"matmul": ("-ffp-contract=fast",)}  # none of PTX's own arithmetic is in there
 
 
 class BuildError(Exception):
@@ -87,7 +94,7 @@ def find_compiler() -> tuple[str, ...]:
 def _digest(compiler: tuple[str, ...], generated: dict[str, str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
-    for part in (*compiler, version, *FLAGS, str(FILE_FLAGS), platform.machine(), _cpu_features()):
+    for part in (*compiler, version, *FLAGS, str(UNITS), str(UNIT_FLAGS), platform.machine(), _cpu_features()):
         digest.update(part.encode() + b"\0")
     for name, text in sorted({**generated, **{p.name: p.read_text("utf-8") for p in CORE.iterdir()}}.items()):
         digest.update(f"{name}\0{text}\0".encode())
@@ -112,19 +119,24 @@ def _compile(compiler: tuple[str, ...], generated: dict[str, str], library: Path
         work = Path(name)
         for file, text in generated.items():
             (work / file).write_text(text, encoding="utf-8")
-        # Large files first: one that starts last would leave the other cores idle.
-        sources = sorted(CORE.glob("*.cpp"), key=lambda path: (path.name != "alu.cpp", -path.stat().st_size))
-        objects = [work / f"{source.stem}.o" for source in sources]
-        includes = (f"-I{work}", f"-I{CORE}")
-        commands = [
-            [*compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *includes, "-c", str(source), "-o", str(target)]
-            for source, target in zip(sources, objects, strict=True)
-        ]
+        commands = []
+        for unit, sources in _units().items():
+            text = "".join(f'#include "{source}.cpp"\n' for source in sources)
+            (work / f"unit_{unit}.cpp").write_text(text, encoding="utf-8")
+            flags = (*FLAGS, *UNIT_FLAGS.get(unit, ()), f"-I{work}", f"-I{CORE}")
+            commands.append([*compiler, *flags, "-c", str(work / f"unit_{unit}.cpp"), "-o", str(work / f"{unit}.o")])
+        objects = [command[-1] for command in commands]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(_run_compiler, commands))
         target = work / library.name
-        _run_compiler([*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(target)])
+        _run_compiler([*compiler, *FLAGS, "-shared", *objects, "-o", str(target)])
         target.replace(library)
+
+
+def _units() -> dict[str, tuple[str, ...]]:
+    named = {source for sources in UNITS.values() for source in sources}
+    rest = sorted(path.stem for path in CORE.glob("*.cpp") if path.stem not in named)
+    return {"rest": tuple(rest), **UNITS}
 
 
 def _run_compiler(command: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +46,25 @@ def _subject(entry_part: str, verifier: dict[str, Any] | None = None, tiny_token
     official = Official()
     # Tokens of each document x 16 heads fill whole tiles of 64 rows in the combine; else it reads shared memory that
     # nothing wrote (docs/findings/). One SM: many tiles a CTA, so that every pipeline wraps.
-    cases = [Case(lengths, topk=4, index_heads=1, sm_count=1) for lengths in ((200, 12), (tiny_tokens,))]
-    problem, tiny = map(make_problem, cases)
-    official.sm_count = 1
-    official.call(problem, Options(checks=frozenset()))
+    case, tiny = (Case(lengths, topk=4, index_heads=1, sm_count=1) for lengths in ((200, 12), (tiny_tokens,)))
+    wide = Case((100, 61), topk=4, index_heads=4, sm_count=8)
+    run, run_tiny, run_wide = (_make_run(official, c) for c in (case, tiny, wide))
+    run(Options(checks=frozenset()))
     function, entry = next((f, n) for f in official.functions for n in f.kernels if entry_part in n)
     words = "documents of 200 and 12 tokens, 16/1 heads, top-k 4, one SM"
-    runs = [lambda options, p=p: _run_subject(official, p, options) for p in (problem, tiny)]
-    return Subject(words, function.kernels, entry, runs[0], function.function.__ptx__, runs[1], verifier or {})
+    spread = ("documents of 100 and 61 tokens, 64/4 heads, top-k 4, 8 SMs", run_wide)
+    settings = (function.function.__ptx__, run_tiny, verifier or {})
+    return Subject(words, function.kernels, entry, run, *settings, spread=spread)
+
+
+def _make_run(official: Official, case: Case) -> Callable[[Options], Outcome]:
+    problem = make_problem(case)
+
+    def run(options: Options) -> Outcome:
+        official.sm_count = case.sm_count
+        return _run_subject(official, problem, options)
+
+    return run
 
 
 def _run_subject(official: Official, problem: Problem, options: Options) -> Outcome:

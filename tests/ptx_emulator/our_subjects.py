@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ptx_emulator import cute_host
@@ -43,6 +44,7 @@ class Loader:
         suppress: Sequence[Suppression] = (),
         tiny: Callable[[], set[str] | None] | None = None,
         verifier: Mapping[str, Any] | None = None,
+        spread: tuple[str, Callable[[], set[str] | None]] | None = None,
     ) -> list[Subject]:
         """A subject for each kernel that ``check`` launches and whose entry contains one of the parts.
 
@@ -53,6 +55,7 @@ class Loader:
             suppress: findings that are expected.
             tiny: as ``check``, a smaller case.
             verifier: settings for the static verifier.
+            spread: as ``case`` and ``check``, a larger case with several CTAs.
         """
 
         def run(options: Options) -> Outcome:
@@ -60,6 +63,9 @@ class Loader:
 
         def run_tiny(options: Options) -> Outcome:
             return self._run(tiny or check, replace(options, suppress=tuple(suppress)))
+
+        def run_spread(options: Options) -> Outcome:
+            return self._run(spread[1] if spread else check, replace(options, suppress=tuple(suppress)))
 
         first = run(Options(checks=frozenset()))
         if first.wrong:
@@ -69,7 +75,8 @@ class Loader:
             function, entry = self._find(part)
             kernels: dict[str, Kernel] = function.kernels
             settings = (function.function.__ptx__, run_tiny, verifier or {}, label if len(parts) > 1 else "")
-            made.append(Subject(case, kernels, entry, run, *settings))
+            wide = (spread[0], run_spread) if spread else None
+            made.append(Subject(case, kernels, entry, run, *settings, spread=wide))
         return made
 
     def _find(self, part: str) -> tuple[cute_host.CompiledFunction, str]:
@@ -112,7 +119,11 @@ def backward_sm100() -> list[Subject]:
 
     words = f"documents of {runs.MUTATED.lengths} tokens, 16/1 heads, top-k 2, one CTA"
     small = make_check(Case((8,), topk=1, ctas=1, seed=1))  # one full task; 40 s a question, with three 8 minutes
-    return loader.subjects(make_check(runs.MUTATED), {"": "MainKernel"}, words, tiny=small)
+    spread = (
+        "documents of 200 and 100 tokens, 32/2 heads, top-k 4, 4 CTAs",
+        make_check(Case((200, 100), key_heads=2, ctas=4)),
+    )
+    return loader.subjects(make_check(runs.MUTATED), {"": "MainKernel"}, words, tiny=small, spread=spread)
 
 
 def backward_sm90() -> list[Subject]:
@@ -124,21 +135,25 @@ def backward_sm90() -> list[Subject]:
 
     from msa_vendored.backward.main_sm90 import compile_main
 
+    def make_check(case: Case) -> Callable[[], set[str]]:
+        problem = problem_of(case)
+
+        def check() -> set[str]:
+            call = prepare_call(
+                problem, dq_accumulation=case.dq_accumulation, grid=case.grid, window=case.window,
+                rows_per_chunk=case.rows_per_chunk,
+            )  # fmt: skip
+            loader.load(compile_main, ratio=case.ratio, dq_accumulation=case.dq_accumulation)(*call.arguments())
+            pairs = zip(("dq", "dk", "dv"), call.gradients(), problem.gradients or (), strict=True)
+            return {name for name, got, want in pairs if not relative_error(got, want) <= 6e-3}
+
+        return check
+
+    words = "documents of 150 and 3 tokens, 16/1 heads, top-k 2, one CTA"
     case = Case((150, 3), topk=2, grid=1, rows_per_chunk=4)
-    problem = problem_of(case)
-
-    def check() -> set[str]:
-        call = prepare_call(
-            problem, dq_accumulation=case.dq_accumulation, grid=case.grid, window=case.window,
-            rows_per_chunk=case.rows_per_chunk,
-        )  # fmt: skip
-        loader.load(compile_main, ratio=case.ratio, dq_accumulation=case.dq_accumulation)(*call.arguments())
-        pairs = zip(("dq", "dk", "dv"), call.gradients(), problem.gradients or (), strict=True)
-        return {name for name, got, want in pairs if not relative_error(got, want) <= 6e-3}
-
-    return loader.subjects(
-        check, {"": "MainBackwardSm90"}, "documents of 150 and 3 tokens, 16/1 heads, top-k 2, one CTA"
-    )
+    wide = make_check(Case((150, 80), topk=2, kv_heads=2, grid=4, rows_per_chunk=4))
+    spread = ("documents of 150 and 80 tokens, 32/2 heads, top-k 2, 4 CTAs", wide)
+    return loader.subjects(make_check(case), {"": "MainBackwardSm90"}, words, spread=spread)
 
 
 def tasks() -> list[Subject]:
@@ -217,14 +232,12 @@ def forward_sm90() -> list[Subject]:
     hopper_forward.poison_new_tensors()
     loader = Loader("sm_90a", prepared=True)
     loader.functions = launcher.functions
-    case = hopper_forward.Case((133, 5), topk=4, index_heads=1, ctas=1)
-    tiny = hopper_forward.Case((8,), topk=4, index_heads=1, ctas=1)
     suppress = getattr(hopper_forward, "COUNTED", ())
     # The launcher makes its options from the case's; here they are the session's.
     module: Any = hopper_forward
     module.Options = lambda *_a, **_k: loader.options
 
-    def check(case: hopper_forward.Case = case) -> set[str]:
+    def check(case: hopper_forward.Case) -> set[str]:
         try:
             (result,) = launcher.run(case)
         finally:
@@ -232,9 +245,13 @@ def forward_sm90() -> list[Subject]:
         wrong = {"O"} if not result.out_error <= 4e-3 else set()
         return wrong | ({"LSE"} if not result.lse_error <= 1e-3 or result.nans else set())
 
+    narrow = partial(check, hopper_forward.Case((133, 5), topk=4, index_heads=1, ctas=1))
+    tiny = partial(check, hopper_forward.Case((8,), topk=4, index_heads=1, ctas=1))
+    wide = partial(check, hopper_forward.Case((200, 100), topk=4, index_heads=2, ctas=4))
+    spread = ("documents of 200 and 100 tokens, 32/2 heads, top-k 4, 4 CTAs", wide)
     parts = {name: name for name in hopper_forward.KERNELS}
     words = "documents of 133 and 5 tokens, 16/1 heads, top-k 4, one CTA"
-    return loader.subjects(check, parts, words, suppress, tiny=lambda: check(tiny))
+    return loader.subjects(narrow, parts, words, suppress, tiny=tiny, spread=spread)
 
 
 def index_sm90() -> list[Subject]:
@@ -254,8 +271,11 @@ def score_sm90() -> list[Subject]:
     loader = Loader("sm_90a")
     from hopper_kernels import run_scores
 
-    check = lambda: run_scores(loader, [130, 37], [300, 37], 4, 1, 1)  # type: ignore[arg-type]  # noqa: E731
-    return loader.subjects(check, {"": "msa_vendoredhopperscore"}, "documents of 130 and 37 tokens, 4/1 heads, one CTA")
+    narrow = partial(run_scores, loader, [130, 37], [300, 37], 4, 1, 1)  # type: ignore[arg-type]
+    wide = partial(run_scores, loader, [300, 200], [300, 200], 4, 1, 4)  # type: ignore[arg-type]
+    words, spread = "documents of {} tokens, 4/1 heads, {}", "msa_vendoredhopperscore"
+    wide_case = (words.format("300 and 200", "4 CTAs"), wide)
+    return loader.subjects(narrow, {"": spread}, words.format("130 and 37", "one CTA"), spread=wide_case)
 
 
 def select_sm90() -> list[Subject]:

@@ -62,6 +62,7 @@ class Subject:
         tiny: a smaller case of the same kernel for the static verifier; None if this one is small.
         verifier: settings for it (:mod:`ptx_emulator.sentry_input`), such as assumptions.
         label: which kernel of several.
+        spread: a larger case with several CTAs, in words, and what runs it; for the speed session.
     """
 
     case: str
@@ -72,6 +73,7 @@ class Subject:
     tiny: Callable[[Options], Outcome] | None = None
     verifier: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
+    spread: tuple[str, Callable[[Options], Outcome]] | None = None
 
     @property
     def kernel(self) -> Kernel:
@@ -165,8 +167,8 @@ class Recorder(Kernel):
         self.whole = kernel
         self.launches: list[Launch] = []
         self.counts = [0] * len(kernel.program.instructions)
-        self.instructions = 0
-        self.cpu_seconds = 0.0
+        self.instructions = self.ctas = 0
+        self.cpu_seconds = self.seconds = 0.0
 
     def run(
         self,
@@ -183,6 +185,8 @@ class Recorder(Kernel):
         super().run(grid, block, dynamic_shared_bytes, values, tensors, options, report)
         self.cpu_seconds += time.process_time() - started
         self.instructions += report.launches[-1].instructions
+        self.seconds += report.launches[-1].seconds
+        self.ctas = max(self.ctas, report.launches[-1].ctas)
         kept = {name: numbers for name, numbers in _read_integers(tensors).items() if before[name] == numbers}
         sizes = (tuple(grid), tuple(block), dynamic_shared_bytes)
         self.launches.append(Launch(*sizes, tuple(values), tuple(tensors), kept))

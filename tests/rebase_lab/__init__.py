@@ -16,7 +16,8 @@ from typing import Any
 
 from msa_vendored.trees import EXECUTABLE, REGULAR, FileEntry, Manifest
 from msa_vendored.vendoring.__main__ import main
-from msa_vendored.vendoring.lock import Lock, Pin, WheelSource, dump_lock, read_lock
+from msa_vendored.vendoring.lock import Lock, Pin, WheelSource, read_lock
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.pin_series import read_pin_series
 from msa_vendored.vendoring.series import Patch, apply_series, compute_locks, parse_patch
 from msa_vendored.vendoring.udiff import make_udiff

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from msa_vendored.vendoring.errors import PatchError, RebaseError
 from msa_vendored.vendoring.filepatch import apply_file_patch
-from msa_vendored.vendoring.lock import Lock, Pin, dump_lock
+from msa_vendored.vendoring.lock import Lock, Pin
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.rebase.content import Content
 from msa_vendored.vendoring.rebase.scratch import Scratch
 from msa_vendored.vendoring.series import Patch, added_modes, apply_series, compute_locks, parse_patch

@@ -17,10 +17,10 @@ from msa_vendored.vendoring.lock import (
     Pin,
     Submodule,
     WheelSource,
-    dump_lock,
     parse_lock,
     read_manifest,
 )
+from msa_vendored.vendoring.lock_text import dump_lock
 from msa_vendored.vendoring.rebase.content import Content, check_paths, read_content
 from msa_vendored.vendoring.rebase.wheels import Wanted, describe_wheel, find_wheel, parse_requirements, read_wheel
 from msa_vendored.vendoring.sources import fetch_git_tree, find_local_submodules

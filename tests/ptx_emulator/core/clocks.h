@@ -4,8 +4,6 @@
 // Every agent has two clocks. `seen` is ordinary happens-before. `async_seen` is the part of it that the asynchronous
 // proxy may rely on: a generic-proxy write enters it only through fence.proxy.async.
 #pragma once
-#include <cstdlib>
-#include <memory>
 #include "common.h"
 
 class Clock {
@@ -79,7 +77,7 @@ class Shadow {
 
   void reset(u64 bytes) {
     const u64 blocks = (bytes / granule_ + 2) / BLOCK + 1;
-    blocks_.reset(blocks), cells_.reset(blocks * BLOCK);
+    blocks_.clear(blocks), cells_.reserve(blocks * BLOCK);
     touched_.assign(blocks * BLOCK / PAGE + 1, 0);
     readers_.clear();
     free_.clear();
@@ -137,22 +135,8 @@ class Shadow {
 
  private:
   static constexpr u32 MANY = ~0u, BLOCK = 4, PAGE = 1024;
-  // Zeros; pages that no access touches are never made.
-  class Cells {
-   public:
-    void reset(u64 count) {
-      memory_.reset(calloc(count + 1, sizeof(Cell)));
-      first_ = (Cell*)(((u64)memory_.get() + sizeof(Cell) - 1) / sizeof(Cell) * sizeof(Cell));
-    }
-    Cell& operator[](u64 i) const { return first_[i]; }
-
-   private:
-    struct Release { void operator()(void* memory) const { free(memory); } };
-    std::unique_ptr<void, Release> memory_;
-    Cell* first_ = nullptr;
-  };
   u32 granule_;
-  Cells blocks_, cells_;
+  LazyArray<Cell> blocks_, cells_;  // the second holds the granules of blocks that are split
   std::vector<u8> touched_;  // by PAGE granules
   std::vector<std::vector<Access>> readers_;
   std::vector<u32> free_;

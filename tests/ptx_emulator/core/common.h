@@ -3,8 +3,10 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -75,6 +77,30 @@ inline std::string printed(const char* pattern, ...) {
   fault.address = address;
   throw fault;
 }
+
+// Zeros when first used; pages that nothing touches are never made.
+template <class T> class LazyArray {
+ public:
+  // Returns whether the contents are zeros; else what an earlier use of the same size left is still there.
+  bool reserve(u64 count) {
+    if (count <= count_) return false;
+    count_ = count;
+    memory_.reset(calloc(count + 1, sizeof(T)));
+    first_ = (T*)(((u64)memory_.get() + sizeof(T) - 1) / sizeof(T) * sizeof(T));
+    return true;
+  }
+  void clear(u64 count) {
+    if (!reserve(count)) memset((void*)first_, 0, count * sizeof(T));
+  }
+  bool empty() const { return !count_; }
+  T& operator[](u64 i) const { return first_[i]; }
+
+ private:
+  struct Release { void operator()(void* memory) const { free(memory); } };
+  std::unique_ptr<void, Release> memory_;
+  T* first_ = nullptr;
+  u64 count_ = 0;
+};
 
 class Findings {
  public:

@@ -49,12 +49,11 @@ void Cta::start(u32 linear_index) {
   shared_.assign(bytes, 0xCD);
   shared_init_.assign(bytes, 0);
   if (checks(CHECK_RACES)) shared_shadow_.reset(bytes);
-  if (checks(CHECK_LANES)) lane_cells_.assign(bytes / 4 + 1, LaneCell());
-  lane_byte_cells_.clear();
+  if (checks(CHECK_LANES)) lane_cells_.reserve(bytes / 4 + 1), lane_byte_cells_.reserve(bytes + 4);
+  tmem_.reserve(TMEM_LANES * TMEM_COLUMNS), tmem_init_.reserve(TMEM_LANES * TMEM_COLUMNS);  // filled when allocated
   if (tmem_dirty_) {
-    tmem_.assign(TMEM_LANES * TMEM_COLUMNS, 0x7fffbad0u);
-    tmem_init_.assign(TMEM_LANES * TMEM_COLUMNS, 0);
-    tmem_cells_.assign(4 * TMEM_COLUMNS, TmemCell());
+    tmem_cells_.clear();
+    tmem_cells_.resize(4 * TMEM_COLUMNS);
   }
   column_state_.assign(TMEM_COLUMNS, FREE);
   column_release_pc_.assign(TMEM_COLUMNS, -1);
@@ -62,22 +61,29 @@ void Cta::start(u32 linear_index) {
   tmem_dirty_ = relinquished_ = false;
   barriers_.clear();
   barriers_begin_ = ~0u, barriers_end_ = 0;
-  named_.fill(NamedBarrier());
-  warpgroups_.assign((warps_count + 3) / 4, Warpgroup());
+  for (NamedBarrier& barrier : named_) barrier = NamedBarrier();
+  warpgroups_.clear();
+  warpgroups_.resize((warps_count + 3) / 4);
   queue.clear();
   progress = 1, stalls_ = 0, stalled_at_ = 0, next_warp_ = 0, current_warp = -1, free_registers_ = 0;
   rng = 0x9E3779B97F4A7C15ull ^ ((u64)c.seed * 0x12345679ull + 1) ^ ((u64)index * 0xD1B54A32D192ED03ull);
   agents_.clear();
   for (u32 id = 0; id < warps_count; id++) agents_.push_back({AGENT_WARP, id, 0});
-  pipes_.assign(warps_count, View());
+  pipes_.clear();
+  pipes_.resize(warps_count);
   // Registers keep what an earlier CTA left: a read of one is reported by its init mask, not by its value.
   register_file_.resize((size_t)warps_count * program.register_bytes + 128, 0xA5);
   predicate_file_.assign((size_t)warps_count * (program.predicates + 1), 0);
   u8* file = register_file_.data() + (128 - (size_t)register_file_.data() % 128) % 128;
-  warps.assign(warps_count, Warp());
+  // Later than any epoch of an earlier CTA, whose cells are still there.
+  u32 epoch = 0;
+  for (const Warp& w : warps) epoch = std::max(epoch, w.lane_epoch);
+  warps.clear();
+  warps.resize(warps_count);
   for (u32 id = 0; id < warps_count; id++) {
     Warp& w = warps[id];
     w.id = id;
+    w.lane_epoch = epoch + 1;
     w.registers = file + (size_t)id * program.register_bytes;
     w.predicates = predicate_file_.data() + (size_t)id * (program.predicates + 1);
     u32 here = std::min(32u, threads - id * 32);

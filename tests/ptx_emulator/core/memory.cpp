@@ -54,7 +54,6 @@ void Cta::check_lanes(Warp& w, u32 lane, u32 address, u32 bytes, const u8* writt
       at += 4;
       continue;
     }
-    if (lane_byte_cells_.empty()) lane_byte_cells_.resize(lane_cells_.size() * 4);
     if (!word.split) {
       std::fill_n(&lane_byte_cells_[at / 4 * 4], 4, word);
       word.split = true;
@@ -142,18 +141,6 @@ void Cta::lane_addresses(Warp& w, s32 operand, s64 offset, u64* out) {
 
 namespace {
 constexpr u32 WIDE_REGISTER = 1, SIGN_EXTEND = 2;
-
-// The accesses of neighbouring lanes to adjacent bytes as one.
-template <class Visit> void each_run(const u64* addresses, u32 m, u32 bytes, Visit visit) {
-  for (u32 lane = 0; lane < 32;) {
-    u32 end = lane + 1;
-    if (m >> lane & 1) {
-      while (end < 32 && (m >> end & 1) && addresses[end] == addresses[end - 1] + bytes) end++;
-      visit(addresses[lane], (end - lane) * bytes);
-    }
-    lane = end;
-  }
-}
 }  // namespace
 
 void check_aligned(u64 address, u32 bytes, s32 space, const char* what) {

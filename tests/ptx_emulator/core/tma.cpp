@@ -2,8 +2,6 @@
 #include <algorithm>
 #include "machine.h"
 
-u64 reduce_value(u32 type, u32 op, u64 old, u64 value);
-
 TensorMap decode_tensor_map(const u64* words, u32 rank) {
   static const u32 sizes[16] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 8, 2, 4, 4, 0, 0, 0};
   TensorMap map{};
@@ -36,7 +34,7 @@ void Cta::finish_load(AsyncOp& op, u32 bytes) {
   change_tx(op.barrier, bytes, false, view, op.pc, agent_code(AGENT_LOAD, op.warp), true);
 }
 
-// The formats of a tensor map as types of reduce_value.
+// The formats of a tensor map as the AtomicType of atomics.cpp.
 static u32 reduction_type(u32 format) {
   enum { U32 = 0, S32 = 1, F32 = 2, U64 = 3, S64 = 4, BF16 = 10, F16 = 11 };
   switch (format) {
@@ -75,6 +73,7 @@ void Cta::run_tensor_copy(AsyncOp& op) {
   u32 place = op.shared;
   u32 at[5] = {0, 0, 0, 0, 0};
   const u32 rows = total / row_bytes;
+  u8 row_values[256 * 8];  // of a reduction, unswizzled; a box has at most 256 elements a row
   for (u32 row = 0; row < rows; row++, place += row_bytes) {
     bool inside = true;
     u64 base = map.base;
@@ -108,12 +107,11 @@ void Cta::run_tensor_copy(AsyncOp& op) {
         if (high_byte > low_byte) memcpy(cell + (low_byte - chunk), data + low_byte, high_byte - low_byte);
         memset(&shared_init_[(size_t)(cell - shared_.data())], 1, 16);
       } else if (high_byte > low_byte) {
-        if (!op.reduction) memcpy(data + low_byte, cell + (low_byte - chunk), high_byte - low_byte);
-        else
-          reduce_global(data + low_byte, cell + (low_byte - chunk), high_byte - low_byte, reduction_type(map.format),
-                        op.reduction - 1);
+        memcpy((op.reduction ? row_values : data) + low_byte, cell + (low_byte - chunk), high_byte - low_byte);
       }
     }
+    if (op.reduction && end > begin)
+      reduce_global(data + begin, row_values + begin, end - begin, reduction_type(map.format), op.reduction - 1);
     for (u32 d = 1; d < 5; d++) {
       if (++at[d] < map.box[d]) break;
       at[d] = 0;
@@ -123,20 +121,8 @@ void Cta::run_tensor_copy(AsyncOp& op) {
   progress++;
 }
 
-void Cta::reduce_global(u8* target, const u8* source, u32 bytes, u32 type, u32 op) {
-  auto exclusive = launch.exclusive();
-  static const u32 sizes[] = {4, 4, 4, 8, 8, 4, 8, 4, 4, 8, 2, 2};
-  for (u32 at = 0; at < bytes; at += sizes[type]) {
-    u64 old = 0, value = 0;
-    memcpy(&old, target + at, sizes[type]);
-    memcpy(&value, source + at, sizes[type]);
-    u64 result = reduce_value(type, op, old, value);
-    memcpy(target + at, &result, sizes[type]);
-  }
-}
-
 void Cta::run_bulk(AsyncOp& op) {
-  // BULK_TYPES of handlers_async.py as types of reduce_value.
+  // BULK_TYPES of handlers_async.py as the AtomicType of atomics.cpp.
   static const u32 types[] = {0, 2, 11, 10, 0, 1, 3, 9, 5};
   const bool load = op.work == Work::BULK_LOAD;
   if (!op.bytes || op.bytes % 16) FAULT("misaligned", "bulk copy of %u B, no multiple of 16", op.bytes);
