@@ -7,16 +7,11 @@ reads its target when it is imported. The error bound is 4e-3 against float64: P
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 
-TESTS = Path(__file__).resolve().parent
 TOLERANCE = 4e-3
 LAUNCHES = ("sum_rows", "clear", "read_items", "check_rows", "scan_windows", "write_tables", "", "convert")
 """Device functions in order; the main kernel's name is its author's. On SM90, the largest keys come first."""
@@ -45,19 +40,9 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """All cases on one architecture; each kernel is compiled once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.backward_run", request.param],
-        input="\n".join(json.dumps(case) for case in CASES.values()),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=tmp_path_factory.mktemp("backward"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    folder = tmp_path_factory.mktemp("backward")
+    module = "ptx_emulator.backward_run"
+    lines = iter(run_module(module, request.param, requests=CASES.values(), folder=folder, timeout_s=300))
     return {name: [next(lines) for _ in case.get("schedules", [0])] for name, case in CASES.items()}
 
 

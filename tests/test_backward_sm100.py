@@ -7,7 +7,6 @@ tensor cores bring it to 2.3e-3 to 2.6e-3, hence 3e-3. dQ added up in bf16 grows
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 
 from msa_vendored.backward import sm100_layout as plan
 
@@ -59,19 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run_cases(folder: Path, arch: str, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each case under each of its schedules, in one process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "sm100_backward", arch],
-        input="\n".join(json.dumps(case) for case in cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        cwd=folder,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    lines = iter(run_module("sm100_backward", arch, requests=cases, folder=folder, timeout_s=900))
     return [[next(lines) for _ in case["schedules"]] for case in cases]
 
 

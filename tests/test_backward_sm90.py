@@ -7,19 +7,14 @@ or fp16 sums of dQ. A bf16 sum rounds once per key block on top: 3e-3 for up to 
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backward_cases import make_problem, relative_error
+from child_processes import run_module
 
-TESTS = Path(__file__).resolve().parent
 TOLERANCE, SUM_TOLERANCE_16 = 3e-3, 7e-3
 EAGER, LAZY, RANDOM = ("eager", 0), ("lazy", 0), ("random", 3)
 
@@ -47,19 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Every case under its schedules; one process compiles each kernel once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "backward_sm90_emulated"],
-        input="\n".join(json.dumps(case) for case in CASES.values()),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=tmp_path_factory.mktemp("backward_sm90"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    results = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+    folder = tmp_path_factory.mktemp("backward_sm90")
+    results = iter(run_module("backward_sm90_emulated", requests=CASES.values(), folder=folder))
     return {name: [next(results) for _ in case.get("schedules", [EAGER])] for name, case in CASES.items()}
 
 

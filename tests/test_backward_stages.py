@@ -6,33 +6,17 @@ process for each architecture, because the DSL reads its target when it is impor
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 from stage_runs import CHECKS, SM100_CHECKS
-
-TESTS = Path(__file__).resolve().parent
 
 
 @lru_cache(maxsize=2)
 def run_child(arch: str) -> dict[str, dict[str, Any]]:
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "stage_runs", arch],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = run_module("stage_runs", arch)
     return {result["name"]: result for result in results}
 
 

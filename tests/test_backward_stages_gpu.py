@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_processes import run_module
 from stage_runs import POOLS, DeviceTables, delta_model, parity_inputs, postprocess_arguments, random_bf16
 from task_cases import TaskCase, corruptions, make_large_case, make_task_case
 
@@ -17,7 +14,6 @@ from msa_vendored.backward.tasks import WALKS
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).resolve().parent
 CUDA = "cuda"
 ARCH = "sm_90a"
 
@@ -48,16 +44,7 @@ def build(case: TaskCase, **options: Any) -> DeviceTables:
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Results of the emulator for the same inputs, from a process of its own."""
     folder = tmp_path_factory.mktemp("parity")
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "stage_runs", ARCH, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_module("stage_runs", ARCH, str(folder), timeout_s=300)
     saved: dict[str, torch.Tensor] = torch.load(folder / "emulated.pt")
     return saved
 

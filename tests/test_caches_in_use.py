@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cache_cases import OTHER_TREE
+from child_processes import evaluate_code
 
-import msa_vendored
 from msa_vendored.caches import aot_cache_key, extension_name, keyed_cache_folder, list_cache_folders
 from msa_vendored.compiling import digest_sources
 
 pytest_plugins = ["cache_fixtures"]  # fixtures world
-
-
-SITE = Path(msa_vendored.__file__).resolve().parents[1]
 
 
 def test_cache_folders_count_only_this_build(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,22 +74,9 @@ print(json.dumps([caches.aot_cache_key(), len(calls)]))
 """
 
 
-def run_python(code: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SITE), "PYTHONSAFEPATH": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()[-1]
-
-
 def test_the_real_dsl_says_which_architecture_it_compiles_for() -> None:
     """Guards the names inside the DSL that the key reads, and that a set CUTE_DSL_ARCH keeps CUDA uninitialised."""
-    key, initialised = json.loads(run_python(REAL_DSL, CUTE_DSL_ARCH="sm_103a"))
+    key, initialised = evaluate_code(REAL_DSL, CUTE_DSL_ARCH="sm_103a")
     assert key.startswith("0123456789ab-4.6.2-cu12-sm_103a-")
     assert initialised == 0
 
@@ -103,7 +84,7 @@ def test_the_real_dsl_says_which_architecture_it_compiles_for() -> None:
 def test_the_real_dsl_without_a_device_compiles_for_its_default() -> None:
     """Guards against a key without architecture on a machine without a GPU, where the DSL compiles for sm_100a."""
     hidden = {"CUTE_DSL_ARCH": "", "CUDA_VISIBLE_DEVICES": ""}
-    key, initialised = json.loads(run_python(f"import os; del os.environ['CUTE_DSL_ARCH']\n{REAL_DSL}", **hidden))
+    key, initialised = evaluate_code(f"import os; del os.environ['CUTE_DSL_ARCH']\n{REAL_DSL}", **hidden)
     assert key.startswith("0123456789ab-4.6.2-cu12-sm_100a-")
     assert initialised > 0, "the count that the test above relies on does not count"
 
@@ -159,7 +140,7 @@ def test_processes_that_start_cold_build_an_extension_once_despite_a_dead_lock(t
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
         "PATH": f"{ninja.parent}:{os.environ['PATH']}",
     }
-    codes, builds, stale = json.loads(run_python(RACE, **environment))
+    codes, builds, stale = evaluate_code(RACE, **environment)
     assert codes == [0, 0, 0, 0]
     assert builds == ["start", "end"]
     assert stale is False

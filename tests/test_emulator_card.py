@@ -6,14 +6,12 @@ fragments), not tcgen05.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from child_processes import run_module
 from ptx_emulator import emulate
 from ptx_emulator.alu import LANE_OPS
 from ptx_emulator.card import Card
@@ -23,7 +21,6 @@ from ptx_emulator.tensor_map import encode_tensor_map
 
 pytestmark = pytest.mark.gpu
 TARGET = "sm_90a"
-TESTS = Path(__file__).resolve().parent
 APPROXIMATE = ("ex2", "lg2", "rcp.approx", "rsqrt", "sqrt.approx", "div.approx", "div.full", "sin", "cos", "tanh")
 SM100_ONLY = ("f32x2", "max3", "min3", "add.rn.f32.", "fma.rn.f32.bf16", "fma.rn.f32.f16", "mad24", "mul24")
 NOT_COMPARED = ("cvta.", "lop3.")
@@ -257,13 +254,10 @@ def test_warp_instructions_agree_with_the_card(card: Card) -> None:
 
 def test_cute_kernel_agrees_with_the_card(tmp_path: Path) -> None:
     """The whole of an SM90 kernel: TMA, wgmma of every operand form, stmatrix, bulk and packed reductions."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     results = []
     for where in ("card", "emulator"):
         file = tmp_path / where
-        command = [sys.executable, "-m", "ptx_emulator.hopper_example", where, str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_module("ptx_emulator.hopper_example", where, str(file), timeout_s=300)
         results.append(torch.load(file))
     (ptx_on_card, on_card), (ptx_emulated, emulated) = results
     assert ptx_on_card == ptx_emulated

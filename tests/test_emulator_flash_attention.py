@@ -6,17 +6,12 @@ Emulated and race-checked, never executed on SM100 hardware. Gradients leave the
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 
-TESTS = Path(__file__).resolve().parent
 SCHEDULES = [("eager", 0, True), ("lazy", 0, True), *(("random", seed, True) for seed in (1, 2, 3, 4))]
 ARCHITECTURES = ("sm_100a", "sm_90a")
 CASES: dict[str, dict[str, Any]] = {
@@ -35,20 +30,9 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """Every case under every schedule, in one process for each architecture."""
-    requests = [json.dumps({**case, "schedules": SCHEDULES}) for case in CASES.values()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.flash_attention", request.param],
-        input="\n".join(requests),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=tmp_path_factory.mktemp("flash_attention"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    requests = [{**case, "schedules": SCHEDULES} for case in CASES.values()]
+    folder = tmp_path_factory.mktemp("flash_attention")
+    lines = run_module("ptx_emulator.flash_attention", request.param, requests=requests, folder=folder)
     count = len(SCHEDULES)
     return {name: lines[i * count : (i + 1) * count] for i, name in enumerate(CASES)}
 

@@ -5,33 +5,15 @@ Integers and small bf16 integers: every comparison is exact. Work space and resu
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from child_processes import run_module
 from hopper_kernels import CASES, SCHEDULES
-
-TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
     """What went wrong, by case and schedule; empty where nothing did. One process compiles each kernel once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "hopper_kernels"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=tmp_path_factory.mktemp("hopper"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_module("hopper_kernels", folder=tmp_path_factory.mktemp("hopper"))
     return {(line["case"], str(tuple(line["schedule"]))): line["error"] for line in lines}
 
 

@@ -7,16 +7,11 @@ LSE is float32 through ex2 and lg2, measured at most 1e-4, so 1e-3.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 
-TESTS = Path(__file__).resolve().parent
 SCHEDULES = [("eager", 0, True), ("lazy", 0, True), *(("random", seed, True) for seed in (1, 2, 3, 4))]
 OUT_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3
 
@@ -38,20 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Every case under every schedule; one process compiles the kernels once."""
-    requests = [json.dumps({**case, "schedules": SCHEDULES}) for case in CASES.values()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.official"],
-        input="\n".join(requests),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=tmp_path_factory.mktemp("official"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    requests = [{**case, "schedules": SCHEDULES} for case in CASES.values()]
+    folder = tmp_path_factory.mktemp("official")
+    lines = run_module("ptx_emulator.official", requests=requests, folder=folder)
     count = len(SCHEDULES)
     return {name: lines[i * count : (i + 1) * count] for i, name in enumerate(CASES)}
 

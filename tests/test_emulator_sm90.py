@@ -5,19 +5,14 @@ The kernel (``ptx_emulator/hopper_example.py``) also runs on the card, in test_e
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_processes import run_module
 from ptx_emulator import Report, emulate
 from ptx_emulator.snippets import module
 
-TESTS = Path(__file__).resolve().parent
 SCHEDULES = [("eager", 0), ("lazy", 0), *(("random", seed) for seed in (1, 2, 3, 4))]
 DELETIONS: dict[str, tuple[str, int, str]] = {
     "fence_of_first_wgmma": ("WGMMA_FENCE", 0, "missing-wgmma-fence"),
@@ -36,17 +31,6 @@ DELETIONS: dict[str, tuple[str, int, str]] = {
 """Kind of the deleted instruction, which occurrence, and the finding that must come."""
 
 
-def run_example(folder: Path, requests: str) -> list[dict[str, Any]]:
-    """Run ``ptx_emulator.hopper_example`` in a process of its own; its lines of JSON."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "ptx_emulator.hopper_example"]
-    done = subprocess.run(
-        command, input=requests, capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every schedule, every deletion, then what was exported, in one process that compiles once."""
@@ -55,7 +39,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         {"schedule": "eager", "seed": 1, "tiles": 1, "delete": [kind, nth]} for kind, nth, _ in DELETIONS.values()
     ]
     requests.append({"export": str(tmp_path_factory.mktemp("export"))})
-    return run_example(tmp_path_factory.mktemp("hopper"), "\n".join(map(json.dumps, requests)))
+    folder = tmp_path_factory.mktemp("hopper")
+    return run_module("ptx_emulator.hopper_example", requests=requests, folder=folder, timeout_s=300)
 
 
 @pytest.mark.parametrize("schedule", range(len(SCHEDULES)), ids=lambda i: f"{SCHEDULES[i][0]}{SCHEDULES[i][1]}")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 from ptx_emulator import load_kernels
 from ptx_emulator.program import UnsupportedPtxError
 from ptx_emulator.snippets import module
 from ptx_emulator.tf32_gemm import CASES
 
-TESTS = Path(__file__).resolve().parent
 REFUSED = "another_swizzle"
 """The DSL compiles it, against its own documentation of the operation."""
 
@@ -23,18 +18,7 @@ REFUSED = "another_swizzle"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Every case, in one process that compiles for sm_100a."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.tf32_gemm"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=tmp_path_factory.mktemp("tf32"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_module("ptx_emulator.tf32_gemm", folder=tmp_path_factory.mktemp("tf32"), timeout_s=300)
     return {line["case"]: line for line in lines}
 
 

@@ -7,17 +7,13 @@ outputs, measured 1.7e-3 to 2.5e-3 against float32, so 3e-3. The LSE is float32 
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_processes import run_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +22,6 @@ from msa_vendored.reference import build_k2q_csr
 from msa_vendored.reference import sparse_atten_func as reference_forward
 from msa_vendored.reference.cases import PackedCase, invert_selection, make_case
 
-TESTS = Path(__file__).resolve().parent
 OUT_TOLERANCE, LSE_TOLERANCE = 3e-3, 1e-4
 
 # No lazy schedule: warps poll counters, and lazy runs asynchronous work only when no warp can go on.
@@ -84,19 +79,8 @@ EMULATED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Every case under its schedules; one process compiles each kernel once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptx_emulator.hopper_forward"],
-        input="\n".join(json.dumps(case) for case in EMULATED.values()),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=tmp_path_factory.mktemp("hopper_forward"),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = iter(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    folder = tmp_path_factory.mktemp("hopper_forward")
+    lines = iter(run_module("ptx_emulator.hopper_forward", requests=EMULATED.values(), folder=folder))
     return {name: [next(lines) for _ in case.get("schedules", [None])] for name, case in EMULATED.items()}
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
+from child_processes import evaluate_code
 
 import msa_vendored
 
@@ -23,20 +19,6 @@ HEAVY = ("torch", "cutlass", "cuda", "numpy", "rich", "quack", "triton", "tvm_ff
 """Everything that is not the standard library and that some module of ours or of MSA imports."""
 
 LIGHT_MODULES = ("bundle", "caches", "doctor", "errors", "installed", "probes", "toolchain", "trees", "__main__")
-
-
-def evaluate(code: str, **environment: str) -> Any:
-    """Run code in a fresh interpreter that imports the same msa_vendored as this one; its last line is JSON."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SITE), "PYTHONSAFEPATH": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -50,13 +32,13 @@ def evaluate(code: str, **environment: str) -> Any:
 def test_importing_pulls_in_nothing_heavy(statement: str) -> None:
     """Guards the start-up time of programs that only might use MSA, and machines without torch or the DSL."""
     code = f"import json, sys\n{statement}\nprint(json.dumps([n for n in {HEAVY!r} if n in sys.modules]))"
-    assert evaluate(code) == []
+    assert evaluate_code(code) == []
 
 
 def test_importing_pulls_in_no_build_tool() -> None:
     """Guards the wheel against needing what only the build has."""
     code = "import json, sys\nimport msa_vendored.__main__, msa_vendored.doctor\nprint(json.dumps(sorted(sys.modules)))"
-    assert not [name for name in evaluate(code) if name.startswith("msa_vendored.vendoring")]
+    assert not [name for name in evaluate_code(code) if name.startswith("msa_vendored.vendoring")]
 
 
 def test_kernels_stays_the_callable() -> None:
@@ -69,7 +51,7 @@ from msa_vendored import kernels, provenance
 same = [kernels is msa_vendored.bundle.kernels, msa_vendored.kernels is kernels, msa_vendored.provenance is provenance]
 print(json.dumps([*same, callable(kernels), callable(provenance)]))
 """
-    assert evaluate(code) == [True] * 5
+    assert evaluate_code(code) == [True] * 5
 
 
 def test_every_public_name_resolves() -> None:
@@ -131,7 +113,7 @@ for module in pkgutil.walk_packages(msa_vendored.__path__, "msa_vendored."):
         outcomes[module.name] = repr(error)
 print(json.dumps(outcomes))
 """
-    outcomes = evaluate(code)
+    outcomes = evaluate_code(code)
     expected = {name: "needs the DSL" for name in outcomes if is_kernel_source(name)}
     assert {name: o for name, o in outcomes.items() if o not in ("imported", "unavailable")} == expected
     assert outcomes["msa_vendored.bundle"] == "imported"
@@ -148,7 +130,7 @@ except UnavailableError as error:
     outcome = error.next_command
 print(json.dumps(outcome))
 """
-    assert "pip install" in evaluate(code)
+    assert "pip install" in evaluate_code(code)
 
 
 def test_a_microbatch_needs_neither_the_dsl_nor_msa() -> None:
@@ -160,4 +142,4 @@ Microbatch.from_document_map(torch.tensor([[1, 1, 2, 0]]))
 names = [n for n in sys.modules if n.split(".")[0] in ("cutlass", "quack", "tvm_ffi") or "._msa_" in n]
 print(json.dumps(names))
 """
-    assert evaluate(code) == []
+    assert evaluate_code(code) == []
