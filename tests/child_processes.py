@@ -1,4 +1,4 @@
-"""Child processes of tests: an emulated run, since one process compiles for one architecture, and fresh interpreters."""
+"""Child processes of tests: an emulated run, as one process compiles for one architecture, and fresh interpreters."""
 
 from __future__ import annotations
 
