@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from msa_vendored.hopper.segments import COUNTER_FIELDS, await_count
+from msa_vendored.hopper.segments import COUNTER_FIELDS, RUNS_TAKEN, await_count, take_number
 
 HEAD_DIM = 128
 GROUPS = 4
@@ -83,10 +83,10 @@ class PartialMerger:
         chunk_token = chunk * windows_per_chunk * window_tokens
         runs = (window_tokens * (4 * self.ratio) + 32 * RUN_ITEMS - 1) // (32 * RUN_ITEMS)
         ready = Int32(-1)
-        run = cute.arch.shuffle_sync(self.take_run(tickets, chunk, lane), 0)
+        run = cute.arch.shuffle_sync(take_number(tickets, chunk, RUNS_TAKEN, lane), 0)
         while run < chunk_buckets * runs:
             bucket = run // runs
-            following = self.take_run(tickets, chunk, lane)
+            following = take_number(tickets, chunk, RUNS_TAKEN, lane)
             if bucket > ready:
                 # All that CTAs stored for the bucket's segments is visible from here on.
                 row = chunk * chunk_buckets + bucket
@@ -117,15 +117,6 @@ class PartialMerger:
                 offset = self.locate(split_counts, item, index_head, first_row)
                 step += 1
             run = cute.arch.shuffle_sync(following, 0)
-
-    @cute.jit
-    def take_run(self, tickets: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The chunk's next run, in lane 0; nothing waits for it yet."""
-        run = Int32(0)
-        if lane == 0:
-            counter = tickets.iterator + (chunk * COUNTER_FIELDS + 1)
-            run = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        return run
 
     @cute.jit
     def count_slots(

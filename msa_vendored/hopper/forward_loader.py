@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from msa_vendored.hopper.segments import COUNTER_FIELDS, QUERY_MASK, SEGMENT_FIELDS
+from msa_vendored.hopper.segments import QUERY_MASK, SEGMENT_FIELDS, SEGMENTS_TAKEN, take_number
 
 HEAD_DIM = 128
 BLOCK = 128
@@ -79,10 +79,8 @@ class ForwardLoader:
         # Segments are numbered through the buckets of the chunk; `base` is the number of the bucket's first.
         first_row = chunk * chunk_buckets
         bucket, base, written = Int32(0), Int32(0), buckets[first_row, 0]
-        segment = cute.arch.shuffle_sync(self.take_segment(tickets, chunk, lane), 0)
-        while bucket < chunk_buckets and segment >= base + written:
-            bucket, base = bucket + 1, base + written
-            written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
+        segment = cute.arch.shuffle_sync(take_number(tickets, chunk, SEGMENTS_TAKEN, lane), 0)
+        bucket, base, written = self.find_bucket(buckets, first_row, chunk_buckets, segment, bucket, base, written)
         next_row = first_row + bucket
         next_field = self.read_segment(
             segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
@@ -98,7 +96,7 @@ class ForwardLoader:
             head = cute.arch.shuffle_sync(field, 2)
             key_row = cute.arch.shuffle_sync(field, 3)
             query_base = cute.arch.shuffle_sync(field, 5)
-            following = self.take_segment(tickets, chunk, lane)
+            following = take_number(tickets, chunk, SEGMENTS_TAKEN, lane)
             cute.arch.mbarrier_wait(kv_empty + kv_stage, kv_phase)
             field = row if lane == SEGMENT_FIELDS - 1 else field
             if lane < SEGMENT_FIELDS:
@@ -113,9 +111,7 @@ class ForwardLoader:
                 kv_stage, kv_phase = Int32(0), kv_phase ^ 1
             # The next segment is read while this one's tiles go out.
             segment = cute.arch.shuffle_sync(following, 0)
-            while bucket < chunk_buckets and segment >= base + written:
-                bucket, base = bucket + 1, base + written
-                written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
+            bucket, base, written = self.find_bucket(buckets, first_row, chunk_buckets, segment, bucket, base, written)
             next_row = first_row + bucket
             next_field = self.read_segment(
                 segments, buckets, chunk, bucket, chunk_buckets, segment - base, windows_per_chunk, lane
@@ -150,13 +146,21 @@ class ForwardLoader:
             cute.arch.mbarrier_arrive(kv_full + kv_stage)
 
     @cute.jit
-    def take_segment(self, tickets: cute.Tensor, chunk: Int32, lane: Int32) -> Int32:
-        """The number of the chunk's next segment, in lane 0; nothing waits for it yet."""
-        segment = Int32(0)
-        if lane == 0:
-            counter = tickets.iterator + chunk * COUNTER_FIELDS
-            segment = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        return segment
+    def find_bucket(
+        self,
+        buckets: cute.Tensor,
+        first_row: Int32,
+        chunk_buckets: Int32,
+        segment: Int32,
+        bucket: Int32,
+        base: Int32,
+        written: Int32,
+    ) -> tuple[Int32, Int32, Int32]:
+        """From a bucket on, the one that a segment is in, the number of its first, and how many it has."""
+        while bucket < chunk_buckets and segment >= base + written:
+            bucket, base = bucket + 1, base + written
+            written = buckets[first_row + cutlass.min(bucket, chunk_buckets - 1), 0]
+        return bucket, base, written
 
     @cute.jit
     def read_segment(

@@ -26,11 +26,23 @@ COUNTER_FIELDS = 8
 CTAs started. Of a bucket, which is a window of tokens and an index head: segments written, segments finished, place of
 the first one in the window's part of the table, and with head 0 the window's segments so far. Buckets of a chunk are
 numbered head by head, since K and V of one head stay in the L2 cache for all windows."""
+SEGMENTS_TAKEN, RUNS_TAKEN = 0, 1
+"""Fields of a chunk's counters that CTAs take numbers from."""
 POLL_NANOSECONDS = 500
 """Between two looks at a counter: a bucket takes tens of microseconds, and all warps that wait poll one address."""
 UNMASKED_SHIFT = 1 << 30
 """Causal shift of a segment whose queries see all keys: above any position, and their sum fits int32."""
 QUERY_MASK = (1 << 24) - 1
+
+
+@cute.jit
+def take_number(tickets: cute.Tensor, chunk: Int32, field: cutlass.Constexpr[int], lane: Int32) -> Int32:
+    """The next number of a chunk's counter, in lane 0; nothing waits for it yet."""
+    number = Int32(0)
+    if lane == 0:
+        counter = tickets.iterator + (chunk * COUNTER_FIELDS + field)
+        number = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return number
 
 
 @cute.jit
