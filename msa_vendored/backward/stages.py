@@ -275,9 +275,4 @@ def compile_main_sm90(*, arch: str, ratio: int, dq_accumulation: str, gradients:
     """See :func:`msa_vendored.backward.main_sm90.compile_main`. Of dQ alone, the sums are made in order."""
     from msa_vendored.backward.main_sm90 import compile_main
 
-    return compile_main(
-        ratio=ratio,
-        dq_accumulation=dq_accumulation,
-        gradients=gradients,
-        options=f"--gpu-arch {arch}",
-    )
+    return compile_main(ratio=ratio, dq_accumulation=dq_accumulation, gradients=gradients, options=f"--gpu-arch {arch}")

@@ -59,7 +59,8 @@ def sparse_attention(
             device-side assertion against them, without synchronisation, and False trusts the caller. The reference
             always refuses them with a ValueError.
         dq_accumulation: what the kernels of the backward sum dq in between key blocks, see ``run_backward``; None is
-            its default, ``"bf16"``. The reference sums in float32, float64 for float64 inputs, whatever this allows.
+            its default, ``"fp16"`` on SM90, else ``"bf16"``. The reference sums in float32, float64 for float64 inputs,
+            whatever this allows.
 
     Returns:
         ``[T, Hq, D]``, dtype and device of q, contiguous.
