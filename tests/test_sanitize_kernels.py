@@ -83,6 +83,7 @@ COPY, SUM = ("Write", "combine.py", "copy_batch"), ("Read", "combine.py", "add_b
         ([COPY, COPY, SUM], False),
         ([COPY, SUM], False),
         ([COPY, OTHER_WRITE], False),
+        ([COPY, ("Read", "combine.py", "copy_batch")], False),
     ],
 )
 def test_only_what_is_explained_is_excused(accesses: list[tuple[str, str, str]], known: bool) -> None:
