@@ -93,6 +93,15 @@ def test_words_and_blocks_of_shared_memory_share_their_history(order: str) -> No
     run(address + first + "bar.sync 0;" + second, threads=64, checks=["races"]).require_clean()
 
 
+def test_each_word_of_a_block_remembers_all_that_read_it() -> None:
+    """Words that part from a block that two warps have read, and know of one reader or of none."""
+    body = FILL + "@!%p2 ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r8];"
+    writes = "".join(f"@%p2 st.shared.b32 [%r8+{4 * word}], %r2;" for word in range(4))
+    report = run("shl.b32 %r8, %r2, 4; add.s32 %r8, %r3, %r8;" + body + writes, threads=96, checks=["races"])
+    assert report.kinds == {"shared-race"}
+    assert [finding.count for finding in report.findings] == [32] * 8, "four words, each read by two warps"
+
+
 def test_warps_that_write_their_own_words_of_a_block_are_no_race() -> None:
     """A finding about words that only lie in the same block."""
     body = FILL + "shl.b32 %r9, %r1, 2; add.s32 %r9, %r8, %r9; st.shared.b32 [%r9], %r2; ld.shared.b32 %r10, [%r9];"
